@@ -1,0 +1,39 @@
+# make test     the tests, in a virtual environment that is made on first use
+# make lint     ruff and mypy
+# make demo     plan.json, report.md and report.html from a real run on this machine
+# make venv     only the environment; PYTHON=python3.12 picks another interpreter
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: venv test lint demo clean
+
+venv: $(VENV)/.stamp
+
+# torch first and alone: the build found then is the one that stays.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,test]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# loadgroup: tests that start processes share one group (tests/conftest.py), so at most one such test runs at a time.
+test: $(VENV)/.stamp
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(VENV)/.stamp
+	$(BIN)/python -m benchmarks.demo
+
+clean:
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

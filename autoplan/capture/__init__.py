@@ -1,0 +1,1 @@
+"""From nn.Module to one joint forward+backward graph with symbolic sizes."""

@@ -1,0 +1,82 @@
+"""What the rewrite hands the runtime: the graphs and tensors of one pipeline stage on one rank.
+
+Calling convention (all tensors are this rank's local pieces):
+
+``forward(*params, *buffers, *inputs, *activations)``            -> ``(*outputs, *saved)``
+``backward(*params, *buffers, *inputs, *saved, *gradients)``     -> ``(*activation_gradients, *param_gradients)``
+
+``params``       one for each ``ParamSpec``, in order: with zero 3 the rank's shard over data, otherwise the whole tensor-axis piece.
+``inputs``       the micro-batch leaves this rank gets (every stage sees the batch: side nodes are recomputed, never sent).
+``activations``  boundary values from the stage before; ``outputs`` boundary values for the stage after, or the loss.
+``gradients``    those of ``outputs``; at the last stage the tangent (a scalar).
+``param_gradients``  one for each trainable ``ParamSpec``. zero 0, 1: this micro-batch's local sum over nothing (still to be summed
+                 over ``ParamSpec.sum_axes``); zero 2, 3: already reduce-scattered over data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoplan.capture.graph import TensorSpec
+from autoplan.sharding.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinate:
+    """Where a rank stands on the mesh."""
+
+    pipe: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSpec:
+    """A parameter as one rank holds it."""
+
+    name: str  # ParamInfo.name
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    trainable: bool
+    tensor: Placement  # on the tensor axis
+    zero: int
+    layer: int  # the first layer of this stage that uses it
+    deferred: bool  # its gradient is Partial over the tensor axis until the end of the step
+    tied_stages: tuple[int, ...]  # other stages that hold it too, whose gradients are to be added; () usually
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which its gradient is still to be summed after the last micro-batch."""
+        axes = ("data",) if self.zero < 2 else ()
+        return (*axes, "tensor") if self.deferred else axes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueSpec:
+    """A boundary value: its global spec, and its placement on the tensor axis."""
+
+    name: str
+    shape: tuple[int, ...]  # local
+    dtype: torch.dtype
+    placement: Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgram:
+    """Everything the runtime needs to run one stage on one rank."""
+
+    stage: int
+    stages: int
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    params: tuple[ParamSpec, ...]
+    buffers: tuple[str, ...]  # BufferInfo names, whole on every rank
+    inputs: tuple[str, ...]  # InputInfo.path
+    activations: tuple[ValueSpec, ...]  # from the stage before
+    outputs: tuple[ValueSpec, ...]  # for the stage after; the loss at the last stage
+    saved: tuple[TensorSpec, ...]
+    weight: fx.GraphModule | None  # (*inputs) -> the count the loss is a mean over, for one micro-batch
+    redistributions: tuple[tuple[str, str, str], ...]  # (value, from, to) inserted; equals what the search priced

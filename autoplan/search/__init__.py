@@ -1,0 +1,1 @@
+"""From a graph and a cluster to the best plan, with its proof."""

@@ -1,0 +1,1 @@
+"""Every op's legal partitions, from factor rules."""

@@ -1,0 +1,237 @@
+"""What one accelerator can do: the ``Device`` record with its links and efficiency tables.
+
+A device is described by six sections, the same in a catalogue file (``data/*.toml``), in a cluster file and in JSON; each
+section carries the ``source`` and ``date`` of its figures:
+
+    [peak_tflops]        dense peak per precision, 1e12 FLOP/s
+    [memory]             size_bytes, bandwidth_gbps
+    [scale_up]           link to the devices of the same node (per direction), and how many devices a node has
+    [scale_out]          link to other nodes: this device's share of the node's network cards, per direction
+    [launch]             kernel_us, collective_us: fixed cost of starting one kernel, one collective
+    [matmul_efficiency]  steps: [FLOPs of one operation, fraction of peak reached]
+    [memory_efficiency]  steps: [bytes moved by one operation, fraction of memory bandwidth reached]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.cost_models.errors import ClusterError
+from autoplan.cost_models.fields import FieldReader, check_count, check_number, nearest
+
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A link as one device sees it.
+
+    ``bandwidth_gbps`` is the nominal rate in one direction (1e9 bytes/s) over all lanes; ``efficiency`` the fraction that
+    collectives reach (1 when the rate was measured); ``latency_us`` the cost of one message step. ``pair_bandwidth_gbps``
+    is set where two devices share only some of the lanes (a point-to-point mesh such as xGMI), and bounds sends.
+    """
+
+    bandwidth_gbps: float
+    latency_us: float
+    efficiency: float = 1.0
+    pair_bandwidth_gbps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("Link", "bandwidth_gbps", self.bandwidth_gbps, above=0)
+        check_number("Link", "latency_us", self.latency_us, at_least=0)
+        check_number("Link", "efficiency", self.efficiency, above=0)
+        if self.efficiency > 1:
+            raise ClusterError(f"Link: efficiency is a fraction of bandwidth_gbps, at most 1, not {self.efficiency!r}")
+        if self.pair_bandwidth_gbps is not None:
+            check_number("Link", "pair_bandwidth_gbps", self.pair_bandwidth_gbps, above=0)
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Bytes per microsecond that a collective reaches (1 GB/s is 1000 bytes/us)."""
+        return self.bandwidth_gbps * self.efficiency * 1e3
+
+    @property
+    def pair_bytes_per_us(self) -> float:
+        """Bytes per microsecond between one pair of devices."""
+        pair = self.bandwidth_gbps if self.pair_bandwidth_gbps is None else self.pair_bandwidth_gbps
+        return min(pair, self.bandwidth_gbps) * self.efficiency * 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"bandwidth_gbps": self.bandwidth_gbps, "latency_us": self.latency_us}
+        if self.efficiency != 1:
+            data["efficiency"] = self.efficiency
+        if self.pair_bandwidth_gbps is not None:
+            data["pair_bandwidth_gbps"] = self.pair_bandwidth_gbps
+        return data
+
+    @classmethod
+    def from_reader(cls, reader: FieldReader) -> "Link":
+        pair = reader.number("pair_bandwidth_gbps", above=0) if reader.has("pair_bandwidth_gbps") else None
+        efficiency = reader.number("efficiency", above=0) if reader.has("efficiency") else 1.0
+        if efficiency > 1:
+            reader.fail("efficiency", f"is a fraction of bandwidth_gbps, at most 1, not {efficiency!r}")
+        return cls(
+            bandwidth_gbps=reader.number("bandwidth_gbps", above=0),
+            latency_us=reader.number("latency_us", at_least=0),
+            efficiency=efficiency,
+            pair_bandwidth_gbps=pair,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EfficiencyTable:
+    """Fraction of a peak rate reached at given operation sizes.
+
+    The table fixes the time at each listed size; between two sizes *time* is linear, below the first size and above the
+    last the nearest fraction holds. A staircase in the fraction would make a larger operation cheaper just past a step;
+    this form is monotone and continuous as long as size/fraction grows, which is checked here.
+    """
+
+    steps: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ClusterError("EfficiencyTable: give at least one [size, fraction] step")
+        for size, fraction in self.steps:
+            check_number("EfficiencyTable", "size", size, above=0)
+            check_number("EfficiencyTable", "fraction", fraction, above=0)
+            if fraction > 1:
+                raise ClusterError(f"EfficiencyTable: fraction at size {size:g} must be at most 1, not {fraction!r}")
+        for (size, fraction), (next_size, next_fraction) in zip(self.steps, self.steps[1:], strict=False):
+            if next_size <= size or next_size / next_fraction <= size / fraction:
+                raise ClusterError(
+                    f"EfficiencyTable: list sizes in growing order, with size/fraction growing too; "
+                    f"[{next_size:g}, {next_fraction:g}] after [{size:g}, {fraction:g}] does not"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """Where the figures of one section came from."""
+
+    section: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator; ``memory_bytes`` is what a job may fill (the module docstring explains the sections)."""
+
+    name: str
+    title: str
+    aliases: tuple[str, ...]
+    backend: str
+    peak_tflops: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bandwidth_gbps: float
+    devices_per_node: int
+    scale_up: Link
+    scale_out: Link
+    kernel_launch_us: float
+    collective_launch_us: float
+    matmul_efficiency: EfficiencyTable
+    memory_efficiency: EfficiencyTable
+    figures: tuple[Figure, ...]
+
+    def __post_init__(self) -> None:
+        owner = f"Device {self.name!r}"
+        if self.backend not in BACKENDS:
+            raise ClusterError(f"{owner}: backend {self.backend!r} is unknown; {nearest(self.backend, BACKENDS)}")
+        if not self.peak_tflops:
+            raise ClusterError(f"{owner}: peak_tflops needs at least one of {', '.join(PRECISIONS)}")
+        for precision, rate in self.peak_tflops:
+            if precision not in PRECISIONS:
+                raise ClusterError(f"{owner}: precision {precision!r} is unknown; {nearest(precision, PRECISIONS)}")
+            check_number(owner, f"peak_tflops.{precision}", rate, above=0)
+        check_count(owner, "memory_bytes", self.memory_bytes)
+        check_count(owner, "devices_per_node", self.devices_per_node)
+        check_number(owner, "memory_bandwidth_gbps", self.memory_bandwidth_gbps, above=0)
+        check_number(owner, "kernel_launch_us", self.kernel_launch_us, at_least=0)
+        check_number(owner, "collective_launch_us", self.collective_launch_us, at_least=0)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions this device multiplies in."""
+        return tuple(precision for precision, _ in self.peak_tflops)
+
+    def flops_per_us(self, precision: str) -> float:
+        """Dense peak in FLOPs per microsecond (1 TFLOP/s is 1e6 FLOPs/us)."""
+        for name, rate in self.peak_tflops:
+            if name == precision:
+                return rate * 1e6
+        raise ClusterError(f"{self.name} has no {precision} arithmetic; plan with one of {', '.join(self.precisions)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections of the module docstring, JSON-safe."""
+        notes = {figure.section: {"source": figure.source, "date": figure.date} for figure in self.figures}
+        sections: dict[str, dict[str, Any]] = {
+            "peak_tflops": dict(self.peak_tflops),
+            "memory": {"size_bytes": self.memory_bytes, "bandwidth_gbps": self.memory_bandwidth_gbps},
+            "scale_up": {"devices": self.devices_per_node, **self.scale_up.to_dict()},
+            "scale_out": self.scale_out.to_dict(),
+            "launch": {"kernel_us": self.kernel_launch_us, "collective_us": self.collective_launch_us},
+            "matmul_efficiency": {"steps": [list(step) for step in self.matmul_efficiency.steps]},
+            "memory_efficiency": {"steps": [list(step) for step in self.memory_efficiency.steps]},
+        }
+        return {
+            "name": self.name,
+            "title": self.title,
+            "aliases": list(self.aliases),
+            "backend": self.backend,
+            **{section: {**values, **notes[section]} for section, values in sections.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "device") -> "Device":
+        """Inverse of ``to_dict``; ``where`` begins every error message."""
+        return cls.from_reader(FieldReader(data, lambda path: where))
+
+    @classmethod
+    def from_reader(cls, reader: FieldReader) -> "Device":
+        """Read one description; the reader knows file and lines."""
+        figures: list[Figure] = []
+
+        def section(name: str) -> FieldReader:
+            table = reader.table(name)
+            figures.append(Figure(section=name, source=table.text("source"), date=table.text("date")))
+            return table
+
+        peaks = section("peak_tflops")
+        peak_tflops = tuple((name, peaks.number(name, above=0)) for name in PRECISIONS if peaks.has(name))
+        memory, scale_up, scale_out = section("memory"), section("scale_up"), section("scale_out")
+        launch, matmul, moved = section("launch"), section("matmul_efficiency"), section("memory_efficiency")
+        aliases = reader.raw("aliases") if reader.has("aliases") else []
+        if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+            reader.fail("aliases", f"must be a list of names, not {aliases!r}")
+        device = cls(
+            name=reader.text("name"),
+            title=reader.text("title"),
+            aliases=tuple(aliases),
+            backend=reader.text("backend"),
+            peak_tflops=peak_tflops,
+            memory_bytes=int(memory.number("size_bytes", above=0)),
+            memory_bandwidth_gbps=memory.number("bandwidth_gbps", above=0),
+            devices_per_node=scale_up.count("devices"),
+            scale_up=Link.from_reader(scale_up),
+            scale_out=Link.from_reader(scale_out),
+            kernel_launch_us=launch.number("kernel_us", at_least=0),
+            collective_launch_us=launch.number("collective_us", at_least=0),
+            matmul_efficiency=_steps(matmul),
+            memory_efficiency=_steps(moved),
+            figures=tuple(figures),
+        )
+        for table in (peaks, memory, scale_up, scale_out, launch, matmul, moved, reader):
+            table.finish()
+        return device
+
+
+def _steps(reader: FieldReader) -> EfficiencyTable:
+    rows = reader.raw("steps")
+    if not isinstance(rows, list) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
+        reader.fail("steps", f"must be a list of [size, fraction] pairs, not {rows!r}")
+    try:
+        return EfficiencyTable(steps=tuple((row[0], row[1]) for row in rows))
+    except ClusterError as error:
+        reader.fail("steps", f"is refused: {error}")

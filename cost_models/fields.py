@@ -1,0 +1,123 @@
+"""Reading a description (TOML or JSON) field by field, so that every refusal names file, line and field.
+
+A ``FieldReader`` hands out values and remembers which it handed out; ``finish`` refuses whatever is left over, with the
+nearest known name. That turns a misspelt ``bandwith_gbps`` into an instruction rather than a silent default.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from autoplan.cost_models.errors import ClusterError
+
+Locate = Callable[[tuple[str, ...]], str]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint of the known names closest to ``name``, or all of them when none is close."""
+    choices = sorted(set(known))
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(choice) for choice in close) + "?"
+    return "use one of " + ", ".join(choices) if choices else "remove it"
+
+
+def check_number(
+    owner: str, name: str, value: Any, *, above: float | None = None, at_least: float | None = None
+) -> None:
+    """Raise unless ``value`` is a finite number past the bound: ``owner`` and ``name`` go into the message."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ClusterError(f"{owner}: {name} must be a finite number, not {value!r}")
+    if above is not None and not value > above:
+        raise ClusterError(f"{owner}: {name} must be greater than {above:g}, not {value!r}")
+    if at_least is not None and not value >= at_least:
+        raise ClusterError(f"{owner}: {name} must be at least {at_least:g}, not {value!r}")
+
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Raise unless ``value`` is a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ClusterError(f"{owner}: {name} must be a whole number of at least 1, not {value!r}")
+
+
+def locate_in_toml(file: str, text: str) -> Locate:
+    """A function from a field's path to ``file:line``, found by scanning headers and keys (tomllib keeps no lines)."""
+    lines: dict[tuple[str, ...], int] = {}
+    section: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
+            section = tuple(part.strip().strip("\"'") for part in header[1].split("."))
+            lines.setdefault(section, number)
+        elif key := re.match(r"\s*([A-Za-z0-9_.\-\"']+)\s*=", line):
+            lines.setdefault((*section, *(part.strip("\"'") for part in key[1].split("."))), number)
+
+    def locate(path: tuple[str, ...]) -> str:
+        # An inline table or a missing field has no line of its own; its nearest written parent does.
+        for end in range(len(path), 0, -1):
+            if path[:end] in lines:
+                return f"{file}:{lines[path[:end]]}"
+        return file
+
+    return locate
+
+
+class FieldReader:
+    """Typed access to one table of a description; see the module docstring."""
+
+    def __init__(self, data: Any, locate: Locate, path: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self._locate = locate
+        if not isinstance(data, Mapping):
+            raise ClusterError(f"{locate(path)}: {'.'.join(path) or 'the description'} must be a table, not {data!r}")
+        self._data = dict(data)
+        self._known: list[str] = []
+
+    def fail(self, name: str, problem: str) -> NoReturn:
+        path = (*self.path, name)
+        raise ClusterError(f"{self._locate(path)}: field `{'.'.join(path)}` {problem}")
+
+    def has(self, name: str) -> bool:
+        self._known.append(name)
+        return name in self._data
+
+    def raw(self, name: str) -> Any:
+        self._known.append(name)
+        if name not in self._data:
+            self._known.extend(self._data)  # the message below lists what is there, not what is known
+            self.fail(name, f"is missing; add it (present: {', '.join(map(str, self._data)) or 'nothing'})")
+        return self._data[name]
+
+    def names(self) -> list[str]:
+        return list(self._data)
+
+    def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float:
+        value = self.raw(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self.fail(name, f"must be a finite number, not {value!r}")
+        if above is not None and not value > above:
+            self.fail(name, f"must be greater than {above:g}, not {value!r}")
+        if at_least is not None and not value >= at_least:
+            self.fail(name, f"must be at least {at_least:g}, not {value!r}")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        value = self.raw(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.fail(name, f"must be a whole number of at least 1, not {value!r}")
+        return int(value)
+
+    def text(self, name: str) -> str:
+        value = self.raw(name)
+        if not isinstance(value, str) or not value.strip():
+            self.fail(name, f"must be a non-empty string, not {value!r}")
+        return str(value)
+
+    def table(self, name: str) -> "FieldReader":
+        return FieldReader(self.raw(name), self._locate, (*self.path, name))
+
+    def finish(self) -> None:
+        for name in self._data:
+            if name not in self._known:
+                self.fail(str(name), f"is unknown; {nearest(str(name), self._known)}")
