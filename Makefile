@@ -23,9 +23,9 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# loadgroup: tests that start processes share one group (tests/conftest.py), so at most one such test runs at a time.
+# Two workers; tests that start processes of their own take turns (tests/conftest.py).
 test: $(VENV)/.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
