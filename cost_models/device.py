@@ -1,7 +1,7 @@
 """What one accelerator can do: the ``Device`` record with its links and efficiency tables.
 
-A device is described by six sections, the same in a catalogue file (``data/*.toml``), in a cluster file and in JSON; each
-section carries the ``source`` and ``date`` of its figures:
+A device is described by seven sections, the same in a catalogue file (``data/*.toml``), in a cluster file and in JSON;
+each section carries the ``source`` and ``date`` of its figures:
 
     [peak_tflops]        dense peak per precision, 1e12 FLOP/s
     [memory]             size_bytes, bandwidth_gbps
@@ -27,9 +27,10 @@ BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
 class Link:
     """A link as one device sees it.
 
-    ``bandwidth_gbps`` is the nominal rate in one direction (1e9 bytes/s) over all lanes; ``efficiency`` the fraction that
-    collectives reach (1 when the rate was measured); ``latency_us`` the cost of one message step. ``pair_bandwidth_gbps``
-    is set where two devices share only some of the lanes (a point-to-point mesh such as xGMI), and bounds sends.
+    ``bandwidth_gbps`` is the nominal rate in one direction (1e9 bytes/s) over all lanes; ``efficiency`` the fraction
+    that collectives reach (1 when the rate was measured); ``latency_us`` the cost of one message step.
+    ``pair_bandwidth_gbps`` is set where two devices share only some of the lanes (a point-to-point mesh such as xGMI),
+    and bounds sends.
     """
 
     bandwidth_gbps: float
@@ -50,6 +51,10 @@ class Link:
     def bytes_per_us(self) -> float:
         """Bytes per microsecond that a collective reaches (1 GB/s is 1000 bytes/us)."""
         return self.bandwidth_gbps * self.efficiency * 1e3
+
+    def group_bytes_per_us(self, members: int) -> float:
+        """Bytes per microsecond that one of ``members`` devices reaches: lanes to devices outside the group lie idle."""
+        return min(self.bytes_per_us, self.pair_bytes_per_us * max(members - 1, 1))
 
     @property
     def pair_bytes_per_us(self) -> float:

@@ -117,6 +117,10 @@ class FieldReader:
     def table(self, name: str) -> "FieldReader":
         return FieldReader(self.raw(name), self._locate, (*self.path, name))
 
+    def replaced(self, name: str, data: Any) -> "FieldReader":
+        """A reader of ``data`` in the place of this table's field ``name``: defaults merged in, lines kept."""
+        return FieldReader(data, self._locate, (*self.path, name))
+
     def finish(self) -> None:
         for name in self._data:
             if name not in self._known:
