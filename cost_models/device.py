@@ -53,7 +53,7 @@ class Link:
         return self.bandwidth_gbps * self.efficiency * 1e3
 
     def group_bytes_per_us(self, members: int) -> float:
-        """Bytes per microsecond that one of ``members`` devices reaches: lanes to devices outside the group lie idle."""
+        """Bytes per microsecond that one of ``members`` devices reaches; lanes that lead outside the group lie idle."""
         return min(self.bytes_per_us, self.pair_bytes_per_us * max(members - 1, 1))
 
     @property

@@ -1,0 +1,79 @@
+"""How long one operation takes on one device: a roofline with measured roofs.
+
+    time_us = launch + max(flops / (peak * matmul efficiency), bytes / (memory bandwidth * memory efficiency))
+
+The peaks, the efficiency tables and the launch cost are the device's data (``device.py``). The roofline is that of
+Williams, Waterman and Patterson (2009); making the roofs depend on size follows published planners' step tables.
+"""
+
+from typing import Any
+
+import numpy as np
+import sympy
+
+from autoplan.cost_models.device import Device, EfficiencyTable
+from autoplan.cost_models.errors import ClusterError
+from autoplan.cost_models.fields import nearest
+
+KINDS = ("matmul", "memory")
+
+
+def inflate(size: Any, table: EfficiencyTable) -> Any:
+    """``size / efficiency(size)``: the size that would take as long at full rate.
+
+    Linear between the table's sizes, proportional below the first and above the last; monotone and continuous. ``size``
+    may be a number, a numpy array or a sympy expression (which gives a Piecewise).
+    """
+    sizes = [size_at for size_at, _ in table.steps]
+    values = [size_at / fraction for size_at, fraction in table.steps]
+    first, last = table.steps[0][1], table.steps[-1][1]
+    if isinstance(size, sympy.Basic):
+        pieces: list[tuple[Any, Any]] = [(size / first, size <= sizes[0])]
+        for index in range(1, len(sizes)):
+            slope = (values[index] - values[index - 1]) / (sizes[index] - sizes[index - 1])
+            pieces.append((values[index - 1] + slope * (size - sizes[index - 1]), size <= sizes[index]))
+        return sympy.Piecewise(*pieces, (size / last, True))
+    if isinstance(size, np.ndarray):
+        inside = np.interp(size, sizes, values)
+        return np.where(size <= sizes[0], size / first, np.where(size >= sizes[-1], size / last, inside))
+    if size <= sizes[0]:
+        return size / first
+    if size >= sizes[-1]:
+        return size / last
+    return float(np.interp(float(size), sizes, values))
+
+
+def efficiency(size: Any, table: EfficiencyTable) -> Any:
+    """The fraction of the peak rate that an operation of this ``size`` (> 0) reaches."""
+    return size / inflate(size, table)
+
+
+def vector_precision(device: Device, precision: str) -> str:
+    """The precision whose peak bounds arithmetic outside matmuls: fp32, which vector units work in, if there is one."""
+    return "fp32" if "fp32" in device.precisions else precision
+
+
+def op_time_us(flops: Any, bytes_moved: Any, precision: str, device: Device, kind: str = "matmul") -> Any:
+    """Time of one operation in microseconds.
+
+    ``kind="matmul"``: ``flops`` run at the tensor rate of ``precision``, at the table's efficiency. ``kind="memory"``
+    (elementwise, reductions, lookups): ``flops`` run at the vector rate, which binds only where bandwidth is plentiful.
+    ``flops`` and ``bytes_moved`` may be numbers, numpy arrays or sympy expressions; ``flops.py`` counts them.
+    """
+    if kind not in KINDS:
+        raise ClusterError(f"no operation kind is called {kind!r}; {nearest(kind, KINDS)}")
+    if kind == "matmul":
+        arithmetic_us = inflate(flops, device.matmul_efficiency) / device.flops_per_us(precision)
+    else:
+        device.flops_per_us(precision)  # refuses a precision that the device lacks, whatever the kind
+        arithmetic_us = flops / device.flops_per_us(vector_precision(device, precision))
+    memory_us = inflate(bytes_moved, device.memory_efficiency) / (device.memory_bandwidth_gbps * 1e3)
+    return device.kernel_launch_us + _maximum(arithmetic_us, memory_us)
+
+
+def _maximum(left: Any, right: Any) -> Any:
+    if isinstance(left, sympy.Basic) or isinstance(right, sympy.Basic):
+        return sympy.Max(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.maximum(left, right)
+    return max(left, right)
