@@ -62,7 +62,7 @@ def dotted(path: Path) -> str:
 
 def is_module(name: str) -> bool:
     base = ROOT.joinpath(*name.split("."))
-    return base.with_suffix(".py").is_file() or base.is_dir()
+    return base.with_suffix(".py").is_file() or base.is_dir() or base.is_symlink()
 
 
 def imports_of(tree: ast.AST, path: Path) -> Iterator[Import]:

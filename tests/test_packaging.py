@@ -39,7 +39,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     skip = shutil.ignore_patterns("__pycache__", "*.pyc")
     tree.mkdir()
     for name in ("autoplan", *LINKS):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skip)
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree / name)
