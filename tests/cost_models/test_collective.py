@@ -1,0 +1,144 @@
+"""Collective times: laws that hold for every cluster, and figures known from published bandwidth tests."""
+
+import numpy as np
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.cost_models.catalogue import device_names
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.collective import (
+    KINDS,
+    _candidates,
+    collective_algorithms,
+    collective_coefficients,
+    collective_time_us,
+)
+from autoplan.cost_models.errors import ClusterError
+from autoplan.cost_models.mesh import GroupShape
+
+clusters = st.sampled_from([name for name in device_names() if name != "cpu"]).map(lambda n: Cluster.parse(f"64x8x{n}"))
+shapes = st.builds(
+    lambda per_node, nodes: GroupShape(size=per_node * nodes, per_node=per_node), st.integers(1, 8), st.integers(1, 64)
+)
+kinds = st.sampled_from([kind for kind in KINDS if kind != "send"])
+sizes = st.floats(0, 1e12)
+
+
+def bus_bandwidth_gbps(kind, size_bytes, group, cluster):
+    share = (2 if kind == "all_reduce" else 1) * (group.size - 1) / group.size
+    return size_bytes * share / collective_time_us(kind, size_bytes, group, cluster) / 1e3
+
+
+@given(kinds, sizes, sizes, shapes, clusters)
+def test_time_grows_with_size_and_is_finite(kind, one, other, group, cluster):
+    small, large = sorted((one, other))
+    times = [collective_time_us(kind, size, group, cluster) for size in (small, large)]
+    assert 0 <= times[0] <= times[1] < np.inf
+
+
+@given(kinds, sizes, shapes, clusters)
+def test_time_is_the_cheapest_of_all_algorithms(kind, size, group, cluster):
+    time = collective_time_us(kind, size, group, cluster)
+    if group.size == 1:
+        assert time == 0
+        return
+    launch = cluster.device.collective_launch_us
+    every = {name: launch + alpha + beta * size for name, alpha, beta in _candidates(kind, group, cluster)}
+    # the lower envelope drops nothing that matters; in particular two levels are never slower than a flat ring
+    assert time == pytest.approx(min(every.values()))
+    assert time <= every.get("ring", np.inf) * (1 + 1e-12)
+
+
+@given(sizes, shapes, clusters)
+def test_all_reduce_is_reduce_scatter_and_all_gather(size, group, cluster):
+    whole = collective_time_us("all_reduce", size, group, cluster)
+    parts = sum(collective_time_us(kind, size, group, cluster) for kind in ("reduce_scatter", "all_gather"))
+    assert whole <= parts * (1 + 1e-12)
+    alpha, beta = collective_coefficients("all_reduce", group, cluster)
+    pair = [collective_coefficients(kind, group, cluster) for kind in ("reduce_scatter", "all_gather")]
+    assert beta == pytest.approx(pair[0][1] + pair[1][1])
+    if group.size > 1:
+        assert alpha + cluster.device.collective_launch_us == pytest.approx(pair[0][0] + pair[1][0])
+
+
+@given(kinds, sizes, st.integers(1, 8), clusters)
+def test_no_faster_across_nodes_than_inside_one(kind, size, members, cluster):
+    # xGMI-like meshes are left out: few members on one node reach fewer lanes than a network card may have
+    if cluster.intra.group_bytes_per_us(members) < cluster.inter.bytes_per_us:
+        return
+    inside = collective_time_us(kind, size, GroupShape(size=members, per_node=members), cluster)
+    across = collective_time_us(kind, size, GroupShape(size=members, per_node=1), cluster)
+    slow_card = cluster.inter.latency_us >= cluster.intra.latency_us
+    assert not slow_card or inside <= across * (1 + 1e-12)
+
+
+@given(kinds, shapes, clusters, sizes)
+def test_coefficients_bound_the_time_and_are_exact_at_their_size(kind, group, cluster, size):
+    time = collective_time_us(kind, size, group, cluster)
+    alpha, beta = collective_coefficients(kind, group, cluster)
+    assert alpha + beta * size >= time * (1 - 1e-12)
+    alpha, beta = collective_coefficients(kind, group, cluster, size)
+    assert alpha + beta * size == pytest.approx(time)
+
+
+@given(kinds, shapes, clusters)
+def test_algorithms_get_slower_to_start_and_faster_per_byte(kind, group, cluster):
+    algorithms = collective_algorithms(kind, group, cluster)
+    pairs = [(algorithm.alpha_us, -algorithm.beta_us_per_byte) for algorithm in algorithms]
+    assert pairs == sorted(pairs)
+
+
+@given(kinds, shapes, clusters)
+def test_arrays_and_expressions_agree_with_numbers(kind, group, cluster):
+    sizes = np.array([0.0, 1e3, 1e6, 1e9])
+    numbers = [collective_time_us(kind, float(size), group, cluster) for size in sizes]
+    assert collective_time_us(kind, sizes, group, cluster) == pytest.approx(numbers)
+    symbol = sympy.Symbol("size", positive=True)
+    expression = collective_time_us(kind, symbol, group, cluster)
+    assert [float(sympy.sympify(expression).subs(symbol, size)) for size in sizes] == pytest.approx(numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "group", "low", "high"),
+    [
+        # nccl-tests on DGX nodes, large messages (GB/s of bus bandwidth)
+        ("1x8xh100", "all_reduce", (8, 8), 320, 400),
+        ("1x8xa100", "all_reduce", (8, 8), 215, 245),
+        ("1x8xv100", "all_reduce", (8, 8), 110, 140),
+        ("1x8xa100-pcie", "all_reduce", (8, 8), 15, 28),
+        ("1x8xmi300x", "all_reduce", (8, 8), 280, 350),
+        ("1x8xh800", "all_gather", (8, 8), 140, 170),
+        ("16x8xh100", "all_reduce", (128, 8), 300, 400),
+        ("16x8xa100", "all_reduce", (128, 8), 150, 200),
+        # one member per node has only its own card
+        ("16x8xh100", "all_reduce", (16, 1), 40, 48),
+        ("16x8xa100", "all_gather", (16, 1), 20, 24),
+    ],
+)
+def test_bus_bandwidth_is_plausible(name, kind, group, low, high):
+    shape = GroupShape(size=group[0], per_node=group[1])
+    assert low <= bus_bandwidth_gbps(kind, 8e9, shape, Cluster.parse(name)) <= high
+
+
+def test_small_messages_cost_latency():
+    cluster = Cluster.parse("16x8xh100")
+    inside = collective_time_us("all_reduce", 8, GroupShape(size=8, per_node=8), cluster)
+    everywhere = collective_time_us("all_reduce", 8, GroupShape.whole(cluster), cluster)
+    assert 10 <= inside <= 50  # nccl-tests: about 20-35 us on eight devices
+    assert inside < everywhere <= 150
+    assert collective_algorithms("all_reduce", GroupShape.whole(cluster), cluster)[0].name == "tree"
+
+
+def test_send():
+    cluster = Cluster.parse("2x8xmi300x")
+    inside = collective_time_us("send", 1e9, GroupShape.pair(inter=False), cluster)
+    across = collective_time_us("send", 1e9, GroupShape.pair(inter=True), cluster)
+    assert inside == pytest.approx(1e9 / (64e3 * 0.7), rel=0.01)  # one xGMI link of the seven
+    assert across == pytest.approx(1e9 / (50e3 * 0.9), rel=0.01)
+
+
+def test_unknown_kind():
+    with pytest.raises(ClusterError, match="'all_reduce'"):
+        collective_time_us("allreduce", 1, GroupShape.pair(inter=False), Cluster.parse("2xh100"))
