@@ -63,8 +63,9 @@ def test_all_reduce_is_reduce_scatter_and_all_gather(size, group, cluster):
         assert alpha + cluster.device.collective_launch_us == pytest.approx(pair[0][0] + pair[1][0])
 
 
-@given(kinds, sizes, st.integers(1, 8), clusters)
+@given(kinds, st.floats(1e7, 1e12), st.integers(1, 8), clusters)
 def test_no_faster_across_nodes_than_inside_one(kind, size, members, cluster):
+    # From 10 MB: for a few bytes a tree over nodes has fewer steps than NCCL's chain inside a node.
     # xGMI-like meshes are left out: few members on one node reach fewer lanes than a network card may have
     if cluster.intra.group_bytes_per_us(members) < cluster.inter.bytes_per_us:
         return
