@@ -50,6 +50,9 @@ def test_figures_are_plausible(name):
 def test_the_chips_people_ask_for_are_there():
     wanted = "v100 a100 a100-40gb-sxm a100-80gb-sxm a100-pcie a800 h100 h100-96gb h800 h200 b200 b300 gb200 gb300 "
     wanted += "mi250x mi300x tpu-v4 tpu-v5p tpu-v6e gaudi2 gaudi3 trainium2 cpu"
+    # as published measurements name them
+    wanted += " h100-80gb-sxm b200-180gb-sxm gb200-nvl72 h100-96gb-hbm2e-500w gb300-nvl72 v100-32gb-sxm a100-80gb-pcie"
+    wanted += " h200-141gb-sxm b300-288gb-sxm a800-80gb-sxm v100-16gb-sxm mi300x-192gb mi250x-gcd-64gb h800-80gb-sxm"
     assert all(device(name) for name in wanted.split())
 
 
