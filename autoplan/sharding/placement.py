@@ -1,8 +1,8 @@
 """How one mesh axis lays out one tensor.
 
-``Shard`` here is torch's ``Shard(dim)`` with one addition, ``blocks``: the dim is read as ``blocks`` equal blocks one after the
-other, and each block is cut into as many pieces as the axis has ranks. ``blocks=1`` is torch's Shard. A fused query-key-value
-projection sharded by head is ``S1/3``; a ``(batch seq)`` dim sharded by seq is ``S0/batch``.
+``Shard`` here is torch's ``Shard(dim)`` with one addition, ``blocks``: the dim is read as ``blocks`` equal blocks
+one after the other, and each block is cut into as many pieces as the axis has ranks. ``blocks=1`` is torch's Shard.
+A fused query-key-value projection sharded by head is ``S1/3``; a ``(batch seq)`` dim sharded by seq is ``S0/batch``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True, order=True, slots=True)
 class Placement:
-    """Replicate, Shard(dim, blocks) or Partial(sum). Build with ``R``, ``S(dim)``, ``P``; prints as ``R``, ``S0``, ``S1/3``, ``P``."""
+    """Replicate, Shard(dim, blocks) or Partial(sum): ``R``, ``S(1, 3)``, ``P``; prints ``R``, ``S1/3``, ``P``."""
 
     kind: Literal["R", "S", "P"]
     dim: int = -1

@@ -1,13 +1,14 @@
 """What a sharding rule is, and what the rest of autoplan reads from it.
 
-A rule names the factors of an op, like an einsum: ``mm: m k, k n -> m n``. Each dim of each tensor operand and result is a tuple of
-letters, outermost first; a view is ``(b s) h -> b s h``. A mesh axis may shard one letter, or none.
+A rule names the factors of an op, like an einsum: ``mm: m k, k n -> m n``. Each dim of each tensor operand and
+result is a tuple of letters, outermost first; a view is ``(b s) h -> b s h``. A mesh axis may shard one letter, or
+none.
 
 From a rule follow the op's *choices* on one mesh axis:
 
 - ``*``     replicate: every operand and result R, the work is done on every rank;
-- a factor  every operand and result that has it is Shard there, those that lack it are R, except results that lack it because the
-            op sums over it: those are Partial;
+- a factor  every operand and result that has it is Shard there, those that lack it are R, except results that lack it
+            because the op sums over it: those are Partial;
 - ``+…``    linear pass-through: the named operands come in as Partial and the results leave as Partial.
 """
 
@@ -33,6 +34,8 @@ class Rule:
     fixed: frozenset[str] = frozenset()  # letters that no axis may shard (a softmax's dim, a slice's)
     linear: tuple[tuple[int, ...], ...] = ()  # sets of operands in which the op is jointly linear
     lowered: Mapping[str, str] = field(default_factory=dict)  # letter -> name of the special local form it needs
+    # letter -> results that lack it, yet come out R
+    replicated: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

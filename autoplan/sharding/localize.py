@@ -1,0 +1,211 @@
+"""One node under one choice, as the call that each rank makes on its pieces.
+
+Tensor arguments stay fx nodes, for the caller to map to local values. Integer arguments become numbers: those that
+are sizes of the result or borders of a slice become local, all others keep the value of the whole model (a mean
+still divides by every token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autoplan.capture.graph import Sizes
+from autoplan.sharding.factors import evaluate
+from autoplan.sharding.lowering import LOWERINGS
+from autoplan.sharding.placement import Placement
+from autoplan.sharding.registry import Call, operand_specs
+from autoplan.sharding.rule import Choice
+from autoplan.sharding.rules.views import slice_bounds
+
+aten = torch.ops.aten
+
+
+class LocalCall(NamedTuple):
+    """``target(*args, **kwargs)``; under a choice with ``lowering`` also ``rank=, degree=, group_name=``."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def local_call(node: fx.Node, choice: Choice, sizes: Sizes, degree: int) -> LocalCall:
+    """The call that a rank makes for ``node`` under ``choice``."""
+    assert callable(node.target)
+    args = fx.node.map_arg(node.args, lambda n: _number(n, sizes))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: _number(n, sizes))
+    if choice.lowering is not None:
+        return _LOWERED[choice.lowering](_Context(node, choice, sizes, degree, args, kwargs))
+    rewrite = _SIZE_ARGUMENTS.get(str(node.target))
+    if rewrite is None or "specs" not in node.meta:
+        return LocalCall(node.target, args, kwargs)
+    return rewrite(_Context(node, choice, sizes, degree, args, kwargs))
+
+
+class _Context(NamedTuple):
+    node: fx.Node
+    choice: Choice
+    sizes: Sizes
+    degree: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        value = Call(self.node).arg(name, default)
+        return fx.node.map_arg(value, lambda n: _number(n, self.sizes))
+
+    def local_result(self, i: int = 0) -> list[int]:
+        shape = self.node.meta["specs"][i].at(self.sizes)
+        return list(self.choice.results[i].local_shape(shape, self.degree))
+
+    def operand(self, name: str) -> tuple[Placement, tuple[int, ...]]:
+        """Placement and whole shape of an operand."""
+        at = [given for given, _, _ in Call(self.node).tensors()].index(name)
+        return self.choice.operands[at], operand_specs(self.node)[at].at(self.sizes)
+
+    def replaced(self, position: int, value: Any, target: Callable[..., Any] | None = None) -> LocalCall:
+        args = (*self.args[:position], value, *self.args[position + 1 :])
+        assert callable(self.node.target)
+        return LocalCall(target or self.node.target, args, self.kwargs)
+
+
+def _number(node: fx.Node, sizes: Sizes) -> Any:
+    return evaluate(node.meta["expr"], sizes) if "expr" in node.meta else node
+
+
+# -- ops with size arguments
+
+
+def _reshape(c: _Context) -> LocalCall:
+    """``reshape``, since a piece that was moved need not have the strides that let ``view`` work."""
+    return c.replaced(1, c.local_result(), aten.reshape.default)
+
+
+def _shape_argument(position: int) -> Callable[[_Context], LocalCall]:
+    return lambda c: c.replaced(position, c.local_result())
+
+
+def _slice(c: _Context) -> LocalCall:
+    dim, start, length, scale = _local_span(c, c.choice.operands[0], operand_specs(c.node)[0].shape)
+    if scale is None:
+        return LocalCall(aten.slice.Tensor, (c.args[0], dim, start, start + length, c.arg("step", 1)), {})
+    return LocalCall(aten.slice.Tensor, (c.args[0], dim, start // scale, (start + length) // scale), {})
+
+
+def _slice_backward(c: _Context) -> LocalCall:
+    dim, start, length, scale = _local_span(c, c.choice.results[0], c.node.meta["specs"][0].shape)
+    by = scale or 1
+    args = (c.args[0], c.local_result(), dim, start // by, (start + length) // by, c.arg("step", 1))
+    return LocalCall(aten.slice_backward.default, args, {})
+
+
+def _local_span(c: _Context, placement: Placement, shape: tuple[Any, ...]) -> tuple[int, int, int, int | None]:
+    """(dim, start, length, degree if the sliced dim is sharded)."""
+    dim, start, length = slice_bounds(Call(c.node), shape)
+    sharded = placement.kind == "S" and placement.dim == dim
+    return dim, evaluate(start, c.sizes), evaluate(length, c.sizes), c.degree if sharded else None
+
+
+def _split(c: _Context) -> LocalCall:
+    placement, shape = c.operand("self")
+    dim = c.arg("dim", 0) % len(shape)
+    by = c.degree if placement.kind == "S" and placement.dim == dim else 1
+    lengths = [spec.at(c.sizes)[dim] // by for spec in c.node.meta["specs"]]
+    return LocalCall(aten.split_with_sizes.default, (c.args[0], lengths, dim), {})
+
+
+_SIZE_ARGUMENTS: dict[str, Callable[[_Context], LocalCall]] = {
+    "aten.view.default": _reshape,
+    "aten._unsafe_view.default": _reshape,
+    "aten.reshape.default": _reshape,
+    "aten._reshape_alias.default": _reshape,
+    "aten.expand.default": _shape_argument(1),
+    "aten.new_zeros.default": _shape_argument(1),
+    "aten.new_ones.default": _shape_argument(1),
+    "aten.new_full.default": _shape_argument(1),
+    "aten.new_empty.default": _shape_argument(1),
+    "aten.full.default": _shape_argument(0),
+    "aten.zeros.default": _shape_argument(0),
+    "aten.ones.default": _shape_argument(0),
+    "aten.empty.memory_format": _shape_argument(0),
+    "aten.select_backward.default": _shape_argument(1),
+    "aten.slice.Tensor": _slice,
+    "aten.slice_backward.default": _slice_backward,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
+}
+
+
+# -- lowered ops
+
+
+def _lower(name: str, *tensors: str, **keywords: str) -> Callable[[_Context], LocalCall]:
+    """Tensors by argument name, keyword arguments ``ours=theirs``."""
+
+    def build(c: _Context) -> LocalCall:
+        return LocalCall(LOWERINGS[name], tuple(c.arg(t) for t in tensors), {k: c.arg(v) for k, v in keywords.items()})
+
+    return build
+
+
+def _lower_softmax(name: str, *tensors: str) -> Callable[[_Context], LocalCall]:
+    def build(c: _Context) -> LocalCall:
+        kwargs = {"dim": c.arg("dim"), "dtype": c.node.meta["specs"][0].dtype}
+        return LocalCall(LOWERINGS[name], tuple(c.arg(t) for t in tensors), kwargs)
+
+    return build
+
+
+def _lower_classes(name: str, holder: str, *tensors: str, **keywords: str) -> Callable[[_Context], LocalCall]:
+    """``holder`` is the operand (or "" for the result) whose sharded dim holds the classes."""
+    inner = _lower(name, *tensors, **keywords)
+
+    def build(c: _Context) -> LocalCall:
+        placement, shape = c.operand(holder) if holder else (c.choice.results[0], c.node.meta["specs"][0].at(c.sizes))
+        call = inner(c)
+        whole = {"classes": shape[placement.dim], "blocks": placement.blocks}
+        return LocalCall(call.target, call.args, {**call.kwargs, **whole})
+
+    return build
+
+
+def _lower_causal(name: str, *tensors: str) -> Callable[[_Context], LocalCall]:
+    def build(c: _Context) -> LocalCall:
+        placement, shape = c.operand("q")
+        kwargs = {"scale": c.arg("scale"), "length": shape[placement.dim], "blocks": placement.blocks}
+        return LocalCall(LOWERINGS[name], tuple(c.arg(t) for t in tensors), kwargs)
+
+    return build
+
+
+def _lower_add_on_first_rank(c: _Context) -> LocalCall:
+    kwargs = {"beta": c.arg("beta", 1), "alpha": c.arg("alpha", 1)}
+    return LocalCall(LOWERINGS["add_on_first_rank"], c.args[:3], kwargs)
+
+
+_LOSS = {"reduction": "reduction", "ignore_index": "ignore_index"}
+_LOWERED: dict[str, Callable[[_Context], LocalCall]] = {
+    "add_on_first_rank": _lower_add_on_first_rank,
+    "mean": _lower("mean", "self", dim="dim", keepdim="keepdim", dtype="dtype"),
+    "softmax": _lower_softmax("softmax", "self"),
+    "safe_softmax": _lower_softmax("safe_softmax", "self"),
+    "log_softmax": _lower_softmax("log_softmax", "self"),
+    "softmax_backward": _lower_softmax("softmax_backward", "grad_output", "output"),
+    "log_softmax_backward": _lower_softmax("log_softmax_backward", "grad_output", "output"),
+    "embedding": _lower_classes("embedding", "weight", "weight", "indices"),
+    "embedding_backward": _lower_classes("embedding_backward", "", "grad_output", "indices", padding_idx="padding_idx"),
+    "nll_loss_rows": _lower("nll_loss_rows", "self", "target", "weight", ignore_index="ignore_index"),
+    "nll_loss_classes": _lower_classes("nll_loss_classes", "self", "self", "target", "weight", **_LOSS),
+    "nll_loss_backward_classes": _lower_classes(
+        "nll_loss_backward_classes", "self", "grad_output", "self", "target", "weight", "total_weight", **_LOSS
+    ),
+    "causal_attention": _lower_causal("causal_attention", "q", "k", "v", "mask"),
+    "causal_attention_backward": _lower_causal(
+        "causal_attention_backward", "grad", "q", "k", "v", "out", "lse", "mask"
+    ),
+}
+assert _LOWERED.keys() == LOWERINGS.keys()

@@ -1,0 +1,27 @@
+"""Matrix products. The contracted letter leaves Partial results; a product is linear in either operand."""
+
+from __future__ import annotations
+
+from autoplan.sharding.registry import Call, register_rule, rule
+from autoplan.sharding.rule import Rule
+from autoplan.sharding.rules.pointwise import aligned
+
+register_rule("aten.mm.default", "m k, k n -> m n", linear=((0,), (1,)))
+register_rule("aten.bmm.default", "b m k, b k n -> b m n", linear=((0,), (1,)))
+register_rule("aten.mv.default", "m k, k -> m", linear=((0,), (1,)))
+register_rule("aten.dot.default", "k, k -> .", linear=((0,), (1,)))
+
+
+@rule("aten.addmm.default", "aten.baddbmm.default")
+def addmm(call: Call) -> Rule:
+    """``n, m k, k n -> m n``. With k sharded only one rank may add the bias, hence the lowering."""
+    batched = len(call.results()[0]) == 3
+    left, right = ("mat1", "mat2") if not batched else ("batch1", "batch2")
+    batch = (("b",),) if batched else ()
+    result = (*batch, ("m",), ("n",))
+    operands = {
+        "self": aligned(result, call.shape("self")),
+        left: (*batch, ("m",), ("k",)),
+        right: (*batch, ("k",), ("n",)),
+    }
+    return call.rule(operands, [result], linear=[("self", left), ("self", right)], lowered={"k": "add_on_first_rank"})

@@ -1,0 +1,65 @@
+"""Softmax and layer norm. Rows are independent; a softmax may also be cut along its own dim, with two small
+all-reduces.
+"""
+
+from __future__ import annotations
+
+from autoplan.sharding.registry import Call, numbered, rule
+from autoplan.sharding.rule import Rule
+
+
+@rule("aten._softmax.default", "aten._safe_softmax.default", "aten._log_softmax.default")
+def softmax(call: Call) -> Rule:
+    letters = numbered("d", call.shape("self"))
+    own = _own(call, letters)
+    name = (
+        "log_softmax"
+        if "log" in str(call.node.target)
+        else "safe_softmax"
+        if "safe" in str(call.node.target)
+        else "softmax"
+    )
+    return call.rule({"self": letters}, [letters], lowered=dict.fromkeys(own, name))
+
+
+@rule("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")
+def softmax_backward(call: Call) -> Rule:
+    letters = numbered("d", call.shape("output"))
+    own = _own(call, letters)
+    name = "log_softmax_backward" if "log" in str(call.node.target) else "softmax_backward"
+    return call.rule(
+        {"grad_output": letters, "output": letters},
+        [letters],
+        linear=[("grad_output",)],
+        lowered=dict.fromkeys(own, name),
+    )
+
+
+@rule("aten.native_layer_norm.default")
+def layer_norm(call: Call) -> Rule:
+    rows, own = _layer_norm_dims(call)
+    stats = (*rows, *(() for _ in own))
+    operands = {"input": (*rows, *own), "weight": own, "bias": own}
+    return call.rule(operands, [(*rows, *own), stats, stats], fixed=[c for dim in own for c in dim])
+
+
+@rule("aten.native_layer_norm_backward.default")
+def layer_norm_backward(call: Call) -> Rule:
+    """Gradients of weight and bias are sums over rows, so Partial when rows are sharded."""
+    rows, own = _layer_norm_dims(call)
+    stats = (*rows, *(() for _ in own))
+    whole = (*rows, *own)
+    operands = {"grad_out": whole, "input": whole, "mean": stats, "rstd": stats, "weight": own, "bias": own}
+    results = [whole, own, own][: len(call.results())]
+    return call.rule(operands, results, fixed=[c for dim in own for c in dim], linear=[("grad_out",)])
+
+
+def _layer_norm_dims(call: Call) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    shape = call.shape("input")
+    count = len(call.arg("normalized_shape"))
+    letters = numbered("d", shape)
+    return letters[: len(shape) - count], letters[len(shape) - count :]
+
+
+def _own(call: Call, letters: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return letters[call.arg("dim") % len(letters)] if letters else ()
