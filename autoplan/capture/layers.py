@@ -1,0 +1,236 @@
+"""Layers found by structure: where one value alone crosses the forward graph it may be cut; equal pieces are one class.
+
+1. Between two forward nodes the graph may be cut if exactly one value crosses (side values and parameters do not count: they are
+   recomputed or held wherever they are used).
+2. The pieces between cuts are hashed. The longest periodic run of equal pieces is the model's body, each period one layer; what is left
+   of and right of it is searched in the same way; what never repeats is merged into one layer.
+3. A backward node belongs to the layer of the forward node whose sequence number it carries; a sum of gradients has none and belongs to
+   the last of its terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autoplan.capture.graph import Layer
+
+
+def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
+    """Positions ``i`` such that cutting after ``nodes[i]`` leaves one tensor to cross."""
+    position = {n: i for i, n in enumerate(nodes)}
+    last_use = [max((position[u] for u in n.users if u in position), default=i) for i, n in enumerate(nodes)]
+    ends: list[list[int]] = [[] for _ in nodes]
+    for i, last in enumerate(last_use):
+        ends[last].append(i)
+    alive: set[int] = set()
+    cuts = []
+    for i, node in enumerate(nodes[:-1]):
+        for dead in ends[i]:
+            alive.discard(dead)
+        if last_use[i] > i:
+            alive.add(i)
+        if len(alive) == 1 and len(nodes[next(iter(alive))].meta["specs"]) == 1 and node.meta.get("specs"):
+            cuts.append(i)
+    return cuts
+
+
+def signature(nodes: Sequence[fx.Node], outside: Mapping[fx.Node, Any]) -> str:
+    """A hash of what ``nodes`` compute: targets, constants, and wiring; ``outside`` says how other nodes are to be read."""
+    place = {n: i for i, n in enumerate(nodes)}
+
+    def read(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value in place:
+                return ("own", place[value])
+            return outside.get(value) or ("side", side_key(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(read(v) for v in value)
+        return repr(value)
+
+    digest = hashlib.sha256()
+    for node in nodes:
+        kwargs = sorted((k, read(v)) for k, v in node.kwargs.items() if k != "device")
+        specs = tuple((s.shape, s.dtype) for s in node.meta["specs"])
+        digest.update(repr((str(node.target), read(tuple(node.args)), kwargs, specs)).encode())
+    return digest.hexdigest()[:12]
+
+
+def side_key(node: fx.Node) -> str:
+    """A hash of what a side node computes, down to the inputs and buffers it reads; independent of node names."""
+    known = node.meta.get("side_key")
+    if known is None:
+        if "expr" in node.meta:
+            content: Any = ("size", str(node.meta["expr"]))
+        elif node.op == "placeholder":
+            content = ("placeholder", node.name.split("_")[0], *((str(s.shape), str(s.dtype)) for s in node.meta["specs"]))
+        else:
+            args = fx.map_arg((tuple(node.args), {k: v for k, v in node.kwargs.items() if k != "device"}), side_key)
+            content = (str(node.target), repr(args))
+        known = node.meta["side_key"] = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+    return str(known)
+
+
+def periodic_runs(keys: Sequence[str], weights: Sequence[int], owns: Sequence[bool]) -> list[tuple[int, int, int]]:
+    """Cover ``keys`` by runs ``(start, period, count)``; what never repeats becomes a run of count 1.
+
+    ``owns[i]``: piece ``i`` uses a parameter; a run must have one in its period (a chain of activations is no body).
+    Picks the run covering the most weight (fewest pieces in its period on a tie), then covers what is left and right of it.
+    """
+
+    def cover(lo: int, hi: int) -> list[tuple[int, int, int]]:
+        best: tuple[int, int, int, int] | None = None
+        for period in range(1, (hi - lo) // 2 + 1):
+            start = lo
+            while start + 2 * period <= hi:
+                end = start + period
+                while end < hi and keys[end] == keys[end - period]:
+                    end += 1
+                count = (end - start) // period
+                if count >= 2 and any(owns[start : start + period]):
+                    # Any rotation of the period is also a run; take the first.
+                    weight = sum(weights[start : start + count * period])
+                    if best is None or (weight, -period) > (best[0], -best[2]):
+                        best = (weight, start, period, count)
+                    start = end - period + 1
+                else:
+                    start += 1
+        if best is None:
+            return [(lo, hi - lo, 1)] if hi > lo else []
+        _, start, period, count = best
+        return [*cover(lo, start), (start, period, count), *cover(start + period * count, hi)]
+
+    return cover(0, len(keys))
+
+
+def group_forward(flow: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
+    """Forward nodes in layers. ``flow``: forward nodes that depend on a parameter and on an input, in order."""
+    cuts = cut_points(flow)
+    starts = [0, *(c + 1 for c in cuts)]
+    pieces = [list(flow[a:b]) for a, b in zip(starts, [*starts[1:], len(flow)], strict=True)]
+    uses = [_uses_params(piece, params) for piece in pieces]
+    flows = set(flow)
+    keys = []
+    for piece in pieces:
+        own = set(piece)
+        outside: dict[fx.Node, Any] = {
+            n: ("flow", 0) for p in piece for n in p.all_input_nodes if n in flows and n not in own
+        }
+        outside.update({n: ("param", info) for n, info in params.items()})
+        keys.append(signature(piece, outside))
+    layers: list[list[fx.Node]] = []
+    for start, period, count in periodic_runs(keys, [len(p) for p in pieces], uses):
+        for i in range(count):
+            chunk = pieces[start + i * period : start + (i + 1) * period]
+            layers.append([n for piece in chunk for n in piece])
+    return layers
+
+
+def _uses_params(piece: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> bool:
+    return any(a in params for n in piece for a in n.all_input_nodes)
+
+
+def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any]) -> int:
+    """Set ``meta["layer"]`` on every node (None for side nodes); returns the number of layers.
+
+    ``params``: placeholder -> (shape, dtype, trainable).
+    """
+    forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "forward"]
+    for node in graph.nodes:
+        node.meta["layer"] = None
+    weight_only = _weight_only(forward, params)
+    effective = dict(params)
+    for node in weight_only:  # t(weight) reads as the weight's own shape
+        effective[node] = ("derived", tuple(node.meta["specs"][0].shape), str(node.target))
+    flow = [n for n in forward if not n.meta["side"] and n not in weight_only]
+    layers = group_forward(flow, effective)
+    for index, nodes in enumerate(layers):
+        for node in nodes:
+            node.meta["layer"] = index
+    for node in reversed(forward):
+        if node in weight_only:
+            node.meta["layer"] = min((u.meta["layer"] for u in node.users if u.meta.get("layer") is not None), default=0)
+    _assign_backward(graph, len(layers))
+    return len(layers)
+
+
+def _weight_only(forward: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """Forward nodes computed from parameters alone (a transpose, a cast): they go wherever they are used."""
+    found: set[fx.Node] = set()
+    for node in forward:
+        inputs = [n for n in node.all_input_nodes if "expr" not in n.meta]
+        if not node.meta["side"] and inputs and all(n in params or n in found for n in inputs):
+            found.add(node)
+    return found
+
+
+def _assign_backward(graph: fx.Graph, count: int) -> None:
+    by_sequence: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.meta.get("phase") == "forward" and node.meta.get("layer") is not None:
+            by_sequence.setdefault(node.meta.get("seq_nr", -1), node.meta["layer"])
+    outermost = max(by_sequence, default=-1)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta.get("phase") != "backward" or node.meta["side"]:
+            continue
+        above = [n.meta["layer"] for n in node.all_input_nodes
+                 if n.meta.get("phase") == "backward" and n.meta.get("layer") is not None]  # fmt: skip
+        limit = min(above, default=count - 1)
+        sequence = node.meta.get("seq_nr", -1)
+        # Sums of gradients are made between two backward calls and carry the outermost number: they follow their terms.
+        stamped = by_sequence.get(sequence) if sequence < outermost else None
+        node.meta["layer"] = limit if stamped is None else min(stamped, limit)
+
+
+def describe_layers(graph: fx.Graph, count: int, params: Mapping[str, Any], names: Mapping[str, str], tangent: str,
+                    loss: str) -> list[Layer]:  # fmt: skip
+    """The ``Layer`` records. ``params``: placeholder name -> info for the hash; ``names``: placeholder name -> ParamInfo.name."""
+    forward: list[list[fx.Node]] = [[] for _ in range(count)]
+    backward: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in graph.nodes:
+        layer = node.meta.get("layer")
+        if layer is not None:
+            (forward if node.meta["phase"] == "forward" else backward)[layer].append(node)
+
+    described = []
+    for i in range(count):
+        own = {*forward[i], *backward[i]}
+        used = [n for node in (*forward[i], *backward[i]) for n in node.all_input_nodes if n not in own]
+        inputs = _unique(n for n in used if n.meta.get("layer") is not None and n.meta["phase"] == "forward")
+        outputs = [n for n in forward[i]
+                   if any(u.meta.get("layer") not in (None, i) and u.op != "output" for u in n.users) or n.name == loss]  # fmt: skip
+        grads_in = _unique(n for n in used if n.name == tangent or (n.meta.get("layer") is not None and n.meta["phase"] == "backward"))
+        leaving = [n for n in backward[i] if any(u.op != "output" and u.meta.get("layer") not in (None, i) for u in n.users)]
+        used_params = _unique(n for n in used if n.name in names)
+        outside: dict[fx.Node, Any] = {n: ("in", k) for k, n in enumerate(inputs)}
+        outside |= {n: ("grad", k) for k, n in enumerate(grads_in)}
+        outside |= {n: ("param", k, params[n.name]) for k, n in enumerate(used_params)}
+        digest = signature([*forward[i], *backward[i]], outside)
+        described.append(
+            Layer(
+                index=i, class_id=digest, forward=tuple(n.name for n in forward[i]), backward=tuple(n.name for n in backward[i]),
+                inputs=tuple(n.name for n in inputs), outputs=tuple(n.name for n in outputs),
+                grads_out=_pair(inputs, leaving), grads_in=_pair(outputs, grads_in),
+                params=tuple(names[n.name] for n in used_params),
+            )
+        )  # fmt: skip
+    return described
+
+
+def _pair(values: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The gradient that belongs to each value: same shape, in reverse order of creation where several fit."""
+    left = list(gradients)
+    paired = []
+    for value in values:
+        fits = [g for g in left if g.meta["specs"][0].shape == value.meta["specs"][0].shape]
+        paired.append(fits[0].name if fits else "")
+        if fits:
+            left.remove(fits[0])
+    return tuple(paired)
+
+
+def _unique(nodes: Any) -> list[fx.Node]:
+    return list(dict.fromkeys(nodes))
