@@ -103,9 +103,7 @@ class Cluster:
         return cls.of(find_device(match[3]), nodes, devices_per_node)
 
     @classmethod
-    def local(
-        cls, devices: int | None = None, memory_bytes: int | None = None, kind: str = "cpu", nodes: int = 1
-    ) -> "Cluster":
+    def local(cls, devices: int | None = None, memory_bytes: int | None = None, kind: str = "cpu") -> "Cluster":
         """The machine this runs on: one device per core, sharing its memory.
 
         A caller that has asked the driver passes ``kind`` (a catalogue name), ``devices`` and ``memory_bytes`` (per
@@ -116,10 +114,10 @@ class Cluster:
             devices = (os.cpu_count() or 1) if found.backend == "cpu" else found.devices_per_node
         check_count("Cluster.local", "devices", devices)
         if memory_bytes is None:
-            memory_bytes = _physical_memory_bytes() // devices if found.backend == "cpu" else found.memory_bytes
+            memory_bytes = _usable_memory_bytes() // devices if found.backend == "cpu" else found.memory_bytes
         return cls(
             name=f"local-{devices}x{found.name}",
-            nodes=nodes,
+            nodes=1,
             devices_per_node=devices,
             device=found,
             intra=found.scale_up,
@@ -282,5 +280,14 @@ def _read_link(reader: FieldReader, name: str, default: Link) -> Link:
     return link
 
 
-def _physical_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _usable_memory_bytes() -> int:
+    """Physical memory, or less where a container's control group (v2, v1) allows less."""
+    usable = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():  # v2 writes "max" for no limit, v1 a number larger than any machine
+            usable = min(usable, int(text))
+    return usable

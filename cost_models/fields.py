@@ -24,22 +24,34 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return "use one of " + ", ".join(choices) if choices else "remove it"
 
 
+def _number_problem(value: Any, above: float | None, at_least: float | None) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return f"must be a finite number, not {value!r}"
+    if above is not None and not value > above:
+        return f"must be greater than {above:g}, not {value!r}"
+    if at_least is not None and not value >= at_least:
+        return f"must be at least {at_least:g}, not {value!r}"
+    return None
+
+
+def _count_problem(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        return f"must be a whole number of at least 1, not {value!r}"
+    return None
+
+
 def check_number(
     owner: str, name: str, value: Any, *, above: float | None = None, at_least: float | None = None
 ) -> None:
     """Raise unless ``value`` is a finite number past the bound: ``owner`` and ``name`` go into the message."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ClusterError(f"{owner}: {name} must be a finite number, not {value!r}")
-    if above is not None and not value > above:
-        raise ClusterError(f"{owner}: {name} must be greater than {above:g}, not {value!r}")
-    if at_least is not None and not value >= at_least:
-        raise ClusterError(f"{owner}: {name} must be at least {at_least:g}, not {value!r}")
+    if problem := _number_problem(value, above, at_least):
+        raise ClusterError(f"{owner}: {name} {problem}")
 
 
 def check_count(owner: str, name: str, value: Any) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ClusterError(f"{owner}: {name} must be a whole number of at least 1, not {value!r}")
+    if problem := _count_problem(value):
+        raise ClusterError(f"{owner}: {name} {problem}")
 
 
 def locate_in_toml(file: str, text: str) -> Locate:
@@ -85,7 +97,6 @@ class FieldReader:
     def raw(self, name: str) -> Any:
         self._known.append(name)
         if name not in self._data:
-            self._known.extend(self._data)  # the message below lists what is there, not what is known
             self.fail(name, f"is missing; add it (present: {', '.join(map(str, self._data)) or 'nothing'})")
         return self._data[name]
 
@@ -94,18 +105,14 @@ class FieldReader:
 
     def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float:
         value = self.raw(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.fail(name, f"must be a finite number, not {value!r}")
-        if above is not None and not value > above:
-            self.fail(name, f"must be greater than {above:g}, not {value!r}")
-        if at_least is not None and not value >= at_least:
-            self.fail(name, f"must be at least {at_least:g}, not {value!r}")
+        if problem := _number_problem(value, above, at_least):
+            self.fail(name, problem)
         return float(value)
 
     def count(self, name: str) -> int:
         value = self.raw(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fail(name, f"must be a whole number of at least 1, not {value!r}")
+        if problem := _count_problem(value):
+            self.fail(name, problem)
         return int(value)
 
     def text(self, name: str) -> str:

@@ -82,7 +82,7 @@ class Mesh:
                 raise ClusterError(f"{axis} index {index} is outside the mesh; give 0 to {self.degree(axis) - 1}")
         return (pipe * self.data + data) * self.tensor + tensor
 
-    ranks = rank
+    ranks = rank  # reads better with keywords: mesh.ranks(pipe=1, data=0)
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """(pipe, data, tensor) indices of a rank."""

@@ -136,7 +136,7 @@ links = st.builds(
 )
 clusters = st.builds(
     Cluster,
-    name=st.text(min_size=1, max_size=12).filter(str.strip).filter(lambda text: text.isprintable()),
+    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip),
     nodes=st.integers(1, 99),
     devices_per_node=st.integers(1, 16),
     device=st.sampled_from(device_names()).map(device),
@@ -169,7 +169,7 @@ def test_local():
     assert cluster.size == os.cpu_count()
     assert cluster.device.name == "cpu"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert cluster.memory_bytes == total // cluster.size
+    assert 0 < cluster.memory_bytes <= total // cluster.size  # less inside a container with a limit
     assert Cluster.local(devices=4, memory_bytes=10**9).memory_bytes == 10**9
     assert Cluster.local(devices=2, kind="h100-sxm").device.backend == "cuda"
     with pytest.raises(ClusterError, match="devices"):
