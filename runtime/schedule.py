@@ -1,0 +1,177 @@
+"""Runs a stage program over the micro-batches: a loop on one stage, torch's pipeline schedules on several.
+
+torch's ``PipelineStage`` sends and receives; it drives an ``nn.Module`` by autograd. ``_StageModule`` is that module,
+with one autograd function in it that calls the program's forward and backward. Autograd holds no tensor of ours: what
+the backward needs hangs on the function's context and is let go as that backward starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from autoplan.errors import LegalityError
+from autoplan.plan import Plan
+from autoplan.rewrite.program import StageProgram, ValueSpec
+from autoplan.runtime.gradients import Gradients, storages
+from autoplan.runtime.graphs import boxed
+from autoplan.runtime.mesh import Axes
+from autoplan.runtime.params import ParamStore
+
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class StageRunner:
+    """One stage's forward and backward of one micro-batch."""
+
+    def __init__(self, program: StageProgram, store: ParamStore, gradients: Gradients) -> None:
+        self._program = program
+        self._store = store
+        self._gradients = gradients
+        self._forward = boxed(program.forward)
+        self._backward = boxed(program.backward)
+        self._inputs: Sequence[Sequence[Tensor]] = ()
+        self._tangents: Sequence[Tensor] = ()
+
+    def load(self, inputs: Sequence[Sequence[Tensor]], tangents: Sequence[Tensor]) -> None:
+        """Take the batch of one step: for each micro-batch its leaves, and the weight of its loss in the objective."""
+        self._inputs, self._tangents = inputs, tangents
+
+    def tangent(self, index: int) -> Tensor:
+        return self._tangents[index]
+
+    def _common(self, index: int) -> list[Tensor]:
+        return [*self._store.values, *self._store.buffers, *self._inputs[index]]
+
+    def forward(self, index: int, activations: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """(outputs, saved) of one micro-batch."""
+        results = self._forward([*self._common(index), *activations])
+        count = len(self._program.outputs)
+        if any(result is None for result in results):
+            raise LegalityError(
+                f"the forward graph of stage {self._program.stage} returns None; it must return tensors"
+            )
+        tensors = [result for result in results if result is not None]
+        return tuple(tensors[:count]), tensors[count:]
+
+    def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Gradients of the activations; those of the parameters are added up. Empties ``saved``."""
+        arguments = [*self._common(index), *saved, *gradients]
+        saved.clear()
+        foreign = storages(arguments)
+        results = self._backward(arguments)
+        count = sum(differentiable(spec) for spec in self._program.activations)
+        passed = [g for g in results[:count] if g is not None]
+        self._gradients.add(results[count:], foreign | storages(passed))
+        return results[:count]
+
+
+def differentiable(spec: ValueSpec) -> bool:
+    """Integer and boolean boundary values have no gradient: the calling convention leaves them out of both lists."""
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+class LoopSchedule:
+    """One stage: each micro-batch forward, then backward."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+
+    def run(self, micro_batches: int) -> list[Tensor]:
+        losses = []
+        for index in range(micro_batches):
+            (loss,), saved = self._runner.forward(index, ())
+            self._runner.backward(index, saved, [self._runner.tangent(index)])
+            losses.append(loss)
+        return losses
+
+
+class _StageFunction(torch.autograd.Function):
+    """The program's forward and backward as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, module: _StageModule, index: int, *activations: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = module.runner.forward(index, activations)
+        ctx.module, ctx.index, ctx.saved = module, index, saved
+        # An output that shares memory with a receive buffer would be overwritten by the next receive into it.
+        received = storages(activations)
+        outputs = tuple((o.clone() if o.untyped_storage().data_ptr() in received else o).contiguous() for o in outputs)
+        ctx.mark_non_differentiable(
+            *(o for o, spec in zip(outputs, module.outputs, strict=True) if not differentiable(spec))
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        module, index, saved = ctx.module, ctx.index, ctx.saved
+        ctx.saved = ctx.module = None
+        if module.last:
+            given = [module.runner.tangent(index)]  # the schedule's own is 1: the loss is not scaled before
+        else:
+            given = [g for g, spec in zip(gradients, module.outputs, strict=True) if differentiable(spec)]
+        found = iter(module.runner.backward(index, saved, given))
+        passed = [next(found) if differentiable(spec) else None for spec in module.activations]
+        return (None, None, None, *(None if g is None else g.contiguous() for g in passed))
+
+
+class _StageModule(nn.Module):
+    """What ``PipelineStage`` calls with a micro-batch's index and the activations it received."""
+
+    def __init__(self, program: StageProgram, runner: StageRunner, device: torch.device) -> None:
+        super().__init__()
+        self.runner = runner
+        self.activations, self.outputs = program.activations, program.outputs
+        self.last = program.stage == program.stages - 1
+        # The first stage receives nothing that requires grad, and autograd would skip its backward without this.
+        self.anchor = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, *activations: Tensor, index: Tensor) -> Tensor | tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _StageFunction.apply(  # type: ignore[no-untyped-call]
+            self.anchor, self, int(index), *activations
+        )
+        return outputs[0] if self.last else outputs
+
+
+class PipelineSchedule:
+    """Several stages, by torch's 1F1B or GPipe schedule."""
+
+    def __init__(self, program: StageProgram, runner: StageRunner, plan: Plan, axes: Axes) -> None:
+        stage = PipelineStage(
+            _StageModule(program, runner, axes.device),
+            program.stage,
+            program.stages,
+            axes.device,
+            # Both given, so that torch need not run the module to find the shapes.
+            input_args=tuple(_example(spec) for spec in program.activations),
+            output_args=tuple(_example(spec) for spec in program.outputs),
+            group=axes.groups["pipe"],
+        )
+        self._schedule = SCHEDULES[plan.schedule](
+            stage,
+            plan.micro_batches,
+            loss_fn=lambda output, _target: output,  # the program's output is the loss
+            scale_grads=False,  # the tangents carry the weights
+        )
+
+    def run(self, micro_batches: int) -> list[Tensor]:
+        """The losses at the last stage, nothing elsewhere."""
+        # Cut into one element for each micro-batch by the schedule. On the host: reading it must not wait for a device.
+        index = torch.arange(micro_batches)
+        losses: list[Tensor] = []
+        with torch.enable_grad():
+            self._schedule.step(index=index, target=index, losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+
+def build_schedule(
+    program: StageProgram, runner: StageRunner, plan: Plan, axes: Axes
+) -> LoopSchedule | PipelineSchedule:
+    return LoopSchedule(runner) if program.stages == 1 else PipelineSchedule(program, runner, plan, axes)
+
+
+def _example(spec: ValueSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=differentiable(spec))
