@@ -248,20 +248,24 @@ def _is_shipped(device: Device) -> bool:
 def _read_device(reader: FieldReader) -> Device:
     value = reader.raw("device")
     if isinstance(value, str):
-        try:
-            return find_device(value)
-        except ClusterError as error:
-            reader.fail("device", f"is refused: {error}")
+        return _find(reader, "device")
     table = reader.table("device")
     if not table.has("base"):
         return Device.from_reader(table)
-    base = find_device(table.text("base")).to_dict()
+    base = _find(table, "base").to_dict()
     changed = {key: entry for key, entry in value.items() if key != "base"}
     for key, entry in changed.items():
         # An overridden section keeps the shipped fields it does not name, but not the claim of where they came from.
         if isinstance(entry, Mapping) and isinstance(base.get(key), dict):
             changed[key] = base[key] | {"source": f"{base[key]['source']}; changed by the cluster file"} | dict(entry)
     return Device.from_reader(reader.replaced("device", base | changed))
+
+
+def _find(reader: FieldReader, name: str) -> Device:
+    try:
+        return find_device(reader.text(name))
+    except ClusterError as error:
+        reader.fail(name, f"is refused: {error}")
 
 
 def _read_link(reader: FieldReader, name: str, default: Link) -> Link:

@@ -207,6 +207,10 @@ class Device:
         peak_tflops = tuple((name, peaks.number(name, above=0)) for name in PRECISIONS if peaks.has(name))
         memory, scale_up, scale_out = section("memory"), section("scale_up"), section("scale_out")
         launch, matmul, moved = section("launch"), section("matmul_efficiency"), section("memory_efficiency")
+        if not peak_tflops:
+            reader.fail("peak_tflops", f"needs at least one of {', '.join(PRECISIONS)}")
+        if (backend := reader.text("backend")) not in BACKENDS:
+            reader.fail("backend", f"{backend!r} is unknown; {nearest(backend, BACKENDS)}")
         aliases = reader.raw("aliases") if reader.has("aliases") else []
         if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
             reader.fail("aliases", f"must be a list of names, not {aliases!r}")
@@ -214,9 +218,9 @@ class Device:
             name=reader.text("name"),
             title=reader.text("title"),
             aliases=tuple(aliases),
-            backend=reader.text("backend"),
+            backend=backend,
             peak_tflops=peak_tflops,
-            memory_bytes=int(memory.number("size_bytes", above=0)),
+            memory_bytes=int(memory.number("size_bytes", at_least=1)),
             memory_bandwidth_gbps=memory.number("bandwidth_gbps", above=0),
             devices_per_node=scale_up.count("devices"),
             scale_up=Link.from_reader(scale_up),

@@ -80,4 +80,7 @@ def test_errors_name_file_line_and_field(tmp_path):
     path.write_text(text.replace("[1e9, 0.20]", "[1e9, 0.90]").replace("[1e10, 0.45]", "[1e10, 1.45]"))
     with pytest.raises(ClusterError, match=r"matmul_efficiency\.steps` is refused.*at most 1"):
         load_device(path)
+    path.write_text(text.replace('backend = "cuda"', 'backend = "cdua"'))
+    with pytest.raises(ClusterError, match=r"chip\.toml:4: field `backend` 'cdua' is unknown; did you mean 'cuda'"):
+        load_device(path)
     assert len(catalogue()) == len(FILES)
