@@ -12,6 +12,7 @@ from autoplan.capture import fold
 from autoplan.capture import layers as layering
 from autoplan.capture import normalize as clean
 from autoplan.capture.graph import BufferInfo, Graph, InputInfo, ParamInfo, TensorSpec
+from autoplan.capture.loss import loss_split
 from autoplan.capture.trace import Batch, LossFn, Trace, trace
 from autoplan.errors import ModelError
 
@@ -77,10 +78,10 @@ def build(traced: Trace) -> Graph:
     count = layering.assign_layers(graph, {n: info[n.name] for n in param_nodes})
     gradients = {p.name: _terms(g) for p, g in zip(params, grads, strict=True) if p.trainable}
     _drop_sums(graph, output, loss, gradients)
+    split = loss_split(loss)
     graph = regroup(graph, count)
     names = {p.placeholder: p.name for p in params}
     layers = layering.describe_layers(graph, count, info, names, tangent.name, loss.name)
-    weight = _loss_weight(graph, loss.name)
     inputs = tuple(
         InputInfo(path=leaf.path, placeholder=node.name, spec=_spec(node), batch_dim=leaf.batch_dim)
         for leaf, node in zip(traced.leaves, input_nodes, strict=True)
@@ -94,7 +95,8 @@ def build(traced: Trace) -> Graph:
     )  # fmt: skip
     depth = tuple(layer.class_id for layer in layers)
     return Graph(
-        fx=graph, params=params, buffers=buffers, inputs=inputs, tangent=tangent.name, loss=loss.name, loss_weight=weight,
+        fx=graph, params=params, buffers=buffers, inputs=inputs, tangent=tangent.name, loss=loss.name, loss_weight=split.weight,
+        loss_kind=split.kind, loss_mixed_at=split.at,
         gradients=gradients, layers=tuple(layers), depth=depth, unfolded_params=params,
         structure=structure(depth, params, inputs), extra={"random": random_ops(graph)},
     )  # fmt: skip
@@ -145,28 +147,6 @@ def _drop_sums(graph: fx.Graph, output: fx.Node, loss: fx.Node, gradients: Mappi
     by_name = {n.name: n for n in graph.nodes}
     output.args = ((loss, *(by_name[t] for terms in gradients.values() for t in terms)),)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-
-
-def _loss_weight(graph: fx.Graph, loss: str) -> str | None:
-    """The node that counts what the loss is a mean over, if the loss is a mean negative log-likelihood over labelled tokens.
-
-    Followed back from the loss through calls that keep it one mean (views, casts). A scaled loss keeps its weights.
-    """
-    node = next(n for n in graph.nodes if n.name == loss)
-    through = {aten.view.default, aten._to_copy.default, aten.reshape.default, aten.squeeze.default}
-    while node.target in through or (node.target in (aten.mul.Tensor, aten.div.Tensor) and _scalar(node)):
-        node = node.args[0]
-    if getattr(node.target, "__name__", "") != "getitem":
-        return None
-    producer = node.args[0]
-    mean = producer.target == aten.nll_loss_forward.default and producer.args[3] == 1
-    if not mean:
-        return None
-    return next((u.name for u in producer.users if u.args[1] == 1), None)
-
-
-def _scalar(node: fx.Node) -> bool:
-    return not isinstance(node.args[1], fx.Node)
 
 
 def regroup(graph: fx.Graph, count: int) -> fx.Graph:

@@ -224,8 +224,11 @@ def _unfold_run(graph: Graph, path: str, total: int, first: int) -> Graph:
             return env[n.name]
 
         for name in names:
-            twin = fresh.node_copy(graph.node(name), map_node)
-            twin.meta = {**graph.node(name).meta, "layer": first + 2 + c}
+            old = graph.node(name)
+            args, kwargs = fx.node.map_arg(old.args, map_node), fx.node.map_arg(old.kwargs, map_node)
+            # A name of its own kind, so that every traced node keeps its name.
+            twin = fresh.create_node(old.op, old.target, args, kwargs, name=f"{name}_copy{c}")
+            twin.meta = {**old.meta, "layer": first + 2 + c}
             made[c][order[name]] = twin
 
     def map_old(user: fx.Node, n: fx.Node) -> fx.Node:
@@ -250,6 +253,7 @@ def _unfold_run(graph: Graph, path: str, total: int, first: int) -> Graph:
         copied.meta = dict(node.meta)
         if copied.meta.get("layer") is not None:
             copied.meta["layer"] = shift[copied.meta["layer"]]
+        assert copied.name == node.name, f"{node.name} was renamed {copied.name}"
         env[node.name] = copied
         if node.name in order:
             middle_nodes[order[node.name]] = copied

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -131,14 +131,14 @@ class Graph:
     inputs: tuple[InputInfo, ...]
     tangent: str  # placeholder: d(objective)/d(loss); every gradient is linear in it
     loss: str  # node
-    loss_weight: str | None  # node (side): the count the loss is a mean over; None: every micro-batch weighs the same
+    loss_kind: Literal["tokens", "mean", "sum", "mixed"]  # how parts of a batch add up: see capture.loss
+    loss_weight: str | None  # with "tokens": the node that counts them; it depends on the inputs alone
+    loss_mixed_at: str | None  # with "mixed": the call that needs the whole batch
     gradients: Mapping[str, tuple[str, ...]]  # ParamInfo.name -> nodes whose sum is its gradient, one for each layer's use
     layers: tuple[Layer, ...]
     depth: tuple[str, ...]  # class_id of every layer of the real model, in order
     unfolded_params: tuple[ParamInfo, ...]  # all parameters of the real model (== params when nothing is folded)
     structure: str  # hash of the graph: two models with equal structure take the same plan
-    seq_dim_hint: int = 0
-    notes: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self, name: str) -> fx.Node:
