@@ -2,15 +2,22 @@
 
 Calling convention (all tensors are this rank's local pieces):
 
-``forward(*params, *buffers, *inputs, *activations)``            -> ``(*outputs, *saved)``
+``forward(*params, *buffers, *inputs, *activations)``            -> ``(*outputs, *saved, *buffer_updates)``
 ``backward(*params, *buffers, *inputs, *saved, *gradients)``     -> ``(*activation_gradients, *param_gradients)``
 
-``params``       one for each ``ParamSpec``, in order: with zero 3 the rank's shard over data, otherwise the whole tensor-axis piece.
-``inputs``       the micro-batch leaves this rank gets (every stage sees the batch: side nodes are recomputed, never sent).
+``params``       one for each ``ParamSpec``, in order: with zero 3 the rank's shard over data, otherwise the whole
+                 tensor-axis piece.
+``inputs``       the micro-batch leaves this rank gets (every stage sees the batch: side nodes are recomputed, never
+                 sent).
 ``activations``  boundary values from the stage before; ``outputs`` boundary values for the stage after, or the loss.
-``gradients``    those of ``outputs``; at the last stage the tangent (a scalar).
-``param_gradients``  one for each trainable ``ParamSpec``. zero 0, 1: this micro-batch's local sum over nothing (still to be summed
-                 over ``ParamSpec.sum_axes``); zero 2, 3: already reduce-scattered over data.
+``gradients``    those of ``outputs`` whose ``ValueSpec.grad`` is True; at the last stage the tangent (a scalar).
+``activation_gradients``  likewise, of ``activations`` whose ``grad`` is True.
+``param_gradients``  one for each trainable ``ParamSpec``. zero 0, 1: this micro-batch's local sum over nothing (still
+                 to be summed over ``ParamSpec.sum_axes``); zero 2, 3: this rank's rows of the sum (not the mean) over
+                 data.
+
+A rank's rows are those of ``torch.chunk`` on dim 0 (``collectives.shard_rows``): the last ranks may have fewer, or
+none.
 """
 
 from __future__ import annotations
@@ -56,12 +63,13 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSpec:
-    """A boundary value: its global spec, and its placement on the tensor axis."""
+    """A boundary value: the local piece's spec, and its placement on the tensor axis."""
 
     name: str
     shape: tuple[int, ...]  # local
     dtype: torch.dtype
     placement: Placement
+    grad: bool = True  # a gradient comes back for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +88,5 @@ class StageProgram:
     saved: tuple[TensorSpec, ...]
     weight: fx.GraphModule | None  # (*inputs) -> the count the loss is a mean over, for one micro-batch
     redistributions: tuple[tuple[str, str, str], ...]  # (value, from, to) inserted; equals what the search priced
+    redistribution_layers: tuple[int, ...] = ()  # the layer of each, -1 for those between two layers
+    buffer_updates: tuple[str, ...] = ()  # BufferInfo names whose new values forward returns last

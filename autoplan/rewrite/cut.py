@@ -1,0 +1,103 @@
+"""Pass 3: which layers, parameters and boundary values belong to the stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.errors import LegalityError
+from autoplan.rewrite.assign import params_of
+from autoplan.rewrite.state import Crossing, StageCut, State, is_side
+from autoplan.sharding.placement import Placement, R
+
+
+def cut(state: State) -> State:
+    """``cut``: what crosses to and from this stage, and what it holds."""
+    outputs = (Crossing(value=state.graph.loss, gradient=state.graph.tangent, placement=R),)
+    return replace(
+        state,
+        cut=StageCut(
+            layers=state.plan.stage_layers(state.stage),
+            activations=crossings(state, state.stage - 1) if state.stage else (),
+            outputs=outputs if state.last else crossings(state, state.stage),
+            params=params_of(state),
+        ),
+    )
+
+
+def crossings(state: State, stage: int) -> tuple[Crossing, ...]:
+    """Values that cross from ``stage`` to the next.
+
+    In graph order. One used two stages on passes through the stage between.
+    """
+    graph, plan = state.graph, state.plan
+    split = plan.cuts[stage + 1]  # the first layer after the cut
+    producers = {name: layer for layer in graph.layers for name in layer.outputs}
+    crossing = {
+        name
+        for layer in graph.layers[split:]
+        for name in layer.inputs
+        if name in producers and producers[name].index < split
+    }
+    found = []
+    for name in [n.name for n in state.joint.nodes if n.name in crossing]:
+        producer = producers[name]
+        wire = plan.strategy(producer.index).boundary_out[producer.outputs.index(name)]
+        found.append(Crossing(value=name, gradient=_gradient(state, name, split), placement=Placement.parse(wire)))
+    return tuple(found)
+
+
+def _gradient(state: State, value: str, split: int) -> str:
+    """The gradient of ``value`` that the layers from ``split`` on hand back; "" if there is none."""
+    layers = state.graph.layers
+    made = {name for layer in layers[split:] for name in layer.backward} | {state.graph.tangent}
+    used = {
+        source.name
+        for node in state.joint.nodes
+        if node.meta.get("phase") == "backward" and (owner := node.meta.get("layer")) is not None and owner < split
+        for source in node.all_input_nodes
+        if source.name in made
+    }
+    pairs = [
+        (gradient, name)
+        for layer in layers
+        for name, gradient in (
+            *zip(layer.inputs, layer.grads_out, strict=True),
+            *zip(layer.outputs, layer.grads_in, strict=True),
+        )
+        if gradient
+    ]
+    found = sorted({gradient for gradient, name in pairs if name == value and gradient in used})
+    if len(found) > 1:
+        raise LegalityError(
+            f"cut: the gradient of {value} crosses before layer {split} in several pieces ({', '.join(found)}); "
+            "capture must add them in the later stage"
+        )
+    return found[0] if found else ""
+
+
+def check_cut(state: State) -> None:
+    """Every operand of the stage's nodes is made in the stage.
+
+    Enters by its boundary, or is a placeholder or side node.
+    """
+    pieces, graph = state.pieces, state.graph
+    own = {n for i in pieces.layers for n in graph.layers[i].forward + graph.layers[i].backward}
+    inside = own | {c.value for c in pieces.activations} | {c.gradient for c in pieces.outputs}
+    entering = {n for i in pieces.layers for n in graph.layers[i].inputs}
+    held = {graph.param(p.name).placeholder for p in pieces.params}
+    held |= {b.placeholder for b in graph.buffers} | {i.placeholder for i in graph.inputs}
+    for node in state.joint.nodes:
+        if node.name not in own or node.op != "call_function":
+            continue
+        for operand in node.all_input_nodes:
+            if operand.op == "placeholder":
+                legal = operand.name in held or operand.name in inside
+            else:
+                legal = is_side(operand) or operand.name in inside
+            if not legal:
+                hint = (
+                    "it is an input of its layer" if operand.name in entering else "no layer of the stage declares it"
+                )
+                raise LegalityError(
+                    f"cut: {node.name} needs {operand.name}, which does not reach stage {state.stage}; {hint}"
+                )
