@@ -83,4 +83,4 @@ def functionalize(module: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule
     def run(*tensors: Any) -> Any:
         return fx.Interpreter(module).run(*pytree.tree_unflatten(tensors, spec))
 
-    return trace(lambda *tensors: torch.func.functionalize(run, remove="mutations_and_views")(*tensors), flat)
+    return trace(lambda *tensors: torch.func.functionalize(run, remove="mutations")(*tensors), flat)

@@ -47,6 +47,12 @@ def loss_split(loss: fx.Node) -> LossSplit:
     return _walk(loss)
 
 
+def is_loss_end(node: fx.Node) -> bool:
+    """Whether a call is of a kind with which a loss sums over rows."""
+    likelihood = node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+    return likelihood or node.target in (_MEANS | _SUMS) or _reduction(node) is not None
+
+
 def has_rows(node: fx.Node) -> bool:
     """Whether a value has a dim that counts rows of the batch."""
     return any(BATCH in d.free_symbols for s in node.meta.get("specs", ()) for d in s.shape)
