@@ -8,7 +8,7 @@ Terms
 *value*    the tensor a graph gets for a parameter: the piece, or with zero 3 the shard.
 *master*   the tensor the optimizer updates: the piece, or with zero 1 to 3 the shard; float32 where the value is
            bfloat16.
-*whole*    not cut over the data axis: zero 0, or a parameter without dims.
+*whole*    not cut over the data axis: zero 0, or a parameter without dims, or one not trained (zero 1, 2).
 
 Order of a step (``step.py``): cut the batch, weigh the losses, run the schedule, sum gradients, clip, update, publish
 the new values. One file for each: ``mesh``, ``params``, ``precision``, ``graphs``, ``schedule``, ``gradients``,

@@ -41,7 +41,8 @@ class HeldParam:
 
 
 def is_whole(spec: ParamSpec) -> bool:
-    return spec.zero == 0 or not spec.shape
+    """Whether every data rank has all rows: what is not trained has no gradient or state to cut (zero 1, 2)."""
+    return spec.zero == 0 or not spec.shape or (spec.zero < 3 and not spec.trainable)
 
 
 class ParamStore:
@@ -157,7 +158,7 @@ def local_tensor(held: HeldParam) -> Tensor:
     """The tensor that a checkpoint keeps: the master, or the value of a parameter that is not trained."""
     if held.master is not None:
         return held.master.detach()
-    return held.value if held.whole or held.spec.zero == 3 else held.value[slice(*held.rows)]
+    return held.value
 
 
 def module_source(module: nn.Module) -> Source:

@@ -4,14 +4,13 @@
     y = h @ w2.T + b2            (batch, classes)
     loss = mean over labels >= 0 of -log_softmax(scale * y)[label]
 
-with w1, b1 cut by rows and w2 by columns on the tensor axis (in ``blocks`` blocks), and the gradient of b2 left partial there.
+with w1, b1 cut by rows and w2 by columns on the tensor axis (in ``blocks`` blocks), the gradient of b2 left partial.
 Tied, w1 is used in both layers: y = h @ w1 + b2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ def share_of_rows(x: Tensor) -> Tensor:
 class Case:
     """One way to run ``Net``."""
 
-    degrees: Degrees = Degrees()
+    degrees: Degrees = field(default_factory=Degrees)
     zero: int = 0
     hidden: int = 8
     classes: int = 6
@@ -336,7 +335,3 @@ def assert_like(
             full = wanted.params[held.spec.name]
             piece = cut(full, held.spec.tensor, case.degrees.tensor, axes.coordinate.tensor)
             torch.testing.assert_close(held.value, piece, rtol=0, atol=tolerance)
-
-
-def checkpoint_directory(base: str) -> Path:
-    return Path(base) / "checkpoint"

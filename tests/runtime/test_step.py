@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from autoplan.errors import BatchError, UserError
 from autoplan.plan import Degrees
-from tests.runtime.programs import Case, assert_like, axes_for
+from tests.runtime.programs import Case, adamw, assert_like, axes_for, reference
 
 pytestmark = pytest.mark.processes
 
@@ -49,3 +50,59 @@ def pipeline(rank: int, world: int) -> None:
 )
 def test_like_one_process(scenario: Callable[..., None], world: int, run_ranks: Callable[..., None]) -> None:
     run_ranks(scenario, world)
+
+
+def low_precision(rank: int, world: int) -> None:
+    """bf16 graphs; sums, masters and optimizer state in float32; the values are the masters rounded."""
+    case = Case(degrees=Degrees(data=2), zero=1, precision="bf16", hidden=5)
+    axes = axes_for(case)
+    wanted = reference(case, 3, None)
+    step = case.step(axes, optimizer=adamw)
+    for index in range(3):
+        loss = float(step(case.batch(index)))
+        assert abs(loss - wanted.losses[index]) < 0.03
+    for held, master in step.store.trainable:
+        assert (held.value.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+        assert step.optimizer.state[master]["exp_avg"].dtype == torch.float32
+        full = step.store.full_tensor(held, master.detach())
+        torch.testing.assert_close(held.value, full.to(torch.bfloat16), rtol=0, atol=0)
+        torch.testing.assert_close(full, wanted.params[held.spec.name], rtol=0, atol=0.04)
+    assert any((m.detach() != m.detach().bfloat16().float()).any() for _, m in step.store.trainable if m.numel())
+
+
+def other_optimizers(rank: int, world: int) -> None:
+    case = Case(degrees=Degrees(data=2), zero=1)
+    axes = axes_for(case)
+
+    def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    wanted = reference(case, 3, None, sgd)
+    step = case.step(axes, optimizer=sgd)
+    scheduler = torch.optim.lr_scheduler.StepLR(step.optimizer, step_size=100)
+    for index in range(3):
+        step(case.batch(index))
+        scheduler.step()
+    for name, value in step.store.full_state_dict().items():
+        if name in wanted.params:
+            torch.testing.assert_close(value, wanted.params[name], rtol=0, atol=1e-12)
+
+    class Own(torch.optim.SGD):
+        pass
+
+    def own(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Own(params, lr=0.1)
+
+    with pytest.raises(UserError, match="Own may not treat each element by itself"):
+        case.step(axes, optimizer=own)
+    case.step(axes, optimizer=own, elementwise=True)
+    Case(degrees=Degrees(data=2)).step(axes, optimizer=own)  # nothing is cut: anything goes
+    with pytest.raises(BatchError, match="has 7 rows; give 8"):
+        step({"x": torch.zeros(7, 3), "labels": torch.zeros(7, dtype=torch.long)})
+    with pytest.raises(BatchError, match="lacks 'labels'"):
+        step({"x": torch.zeros(8, 3)})
+
+
+@pytest.mark.parametrize("scenario", [low_precision, other_optimizers])
+def test_on_two_ranks(scenario: Callable[..., None], run_ranks: Callable[..., None]) -> None:
+    run_ranks(scenario, 2)

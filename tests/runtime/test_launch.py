@@ -1,0 +1,89 @@
+"""A dead rank ends all the others soon, and its own words come first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoplan.errors import RankError, UserError
+from autoplan.runtime.launch import Session, launch, session
+from autoplan.settings import Settings, read_settings
+
+pytestmark = pytest.mark.processes
+
+
+def sums(joined: Session, offset: int) -> float:
+    total = torch.tensor(float(joined.rank + offset), device=joined.device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def raises(joined: Session) -> None:
+    if joined.rank == 1:
+        raise KeyError("the cause")
+    dist.all_reduce(torch.zeros(1, device=joined.device))
+
+
+def dies(joined: Session) -> None:
+    dist.all_reduce(torch.zeros(1, device=joined.device))
+    if joined.rank == 2:
+        os._exit(7)
+    dist.all_reduce(torch.zeros(1, device=joined.device))
+
+
+def hangs(joined: Session) -> None:
+    if joined.rank == 0:
+        time.sleep(60)
+    dist.all_reduce(torch.zeros(1, device=joined.device))
+
+
+def test_results_of_every_rank() -> None:
+    assert launch(sums, 2, 10, timeout_s=30) == {0: 21.0, 1: 21.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (raises, r"Traceback[\s\S]*KeyError: 'the cause'\n\nrank 1 of 3 failed first"),
+        (dies, "died without a traceback: rank 2"),
+    ],
+)
+def test_first_failure_comes_first(function: Callable[..., None], words: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=rf"\A{words}"):
+        launch(function, 3, timeout_s=60)
+    assert time.monotonic() - begin < 40, "ends when the rank dies, not when the others time out"
+
+
+def test_hanging_rank_ends_within_the_timeout() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"\ATraceback"):
+        launch(hangs, 2, timeout_s=4)
+    assert time.monotonic() - begin < 30
+
+
+def test_session_of_one_leaves_no_process_group() -> None:
+    with pytest.raises(KeyError), session(Settings(timeout_s=5)) as joined:  # noqa: PT012
+        assert (joined.rank, joined.world_size) == (0, 1)
+        dist.barrier()
+        raise KeyError
+    assert not dist.is_initialized()
+
+
+def test_settings_name_what_is_wrong() -> None:
+    assert read_settings({}) == Settings()
+    assert read_settings({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "AUTOPLAN_TIMEOUT_S": "9"}) == Settings(
+        rank=1, world_size=4, local_rank=1, launched=True, timeout_s=9.0
+    )
+    for bad, name in (
+        ({"RANK": "x"}, "RANK"),
+        ({"AUTOPLAN_TIMEOUT_S": "0"}, "AUTOPLAN_TIMEOUT_S"),
+        ({"RANK": "3"}, "RANK"),
+    ):
+        with pytest.raises(UserError, match=name):
+            read_settings(bad)
