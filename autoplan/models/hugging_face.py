@@ -8,6 +8,7 @@ what is not a size (quantization of stored weights).
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,14 +139,14 @@ def _transformers() -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Warnings of transformers about generation settings concern nobody who trains."""
-    from transformers.utils import logging
+    from transformers.utils import logging as verbosity
 
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        verbosity.set_verbosity(before)
 
 
 def _configuration(transformers: Any, fields: dict[str, Any], spec: str) -> Any:

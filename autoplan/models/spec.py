@@ -18,8 +18,8 @@ BatchFn = Callable[[int, int], Batch]  # (rows, tokens of a row) -> what the mod
 class ModelSpec:
     """A model to plan or to train.
 
-    ``spec`` is what ``load`` was given, a path made absolute, so that a plan file can remember it. ``build`` allocates on
-    the current default device: call it under ``torch.device("meta")`` to plan.
+    ``spec`` is what ``load`` was given, a path made absolute, so that a plan file can remember it. ``build`` allocates
+    on the current default device: call it under ``torch.device("meta")`` to plan.
     """
 
     name: str
