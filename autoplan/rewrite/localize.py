@@ -40,7 +40,7 @@ def _localize(state: State, node: fx.Node, origin: fx.Node) -> None:
 
     node.target = call.target
     node.args = fx.map_arg(call.args, swap)
-    kwargs: dict[str, Any] = fx.map_arg(dict(call.kwargs), swap)
+    kwargs: dict[str, Any] = dict(fx.map_arg(dict(call.kwargs), swap))
     if state.device is not None and kwargs.get("device") is not None:
         kwargs["device"] = state.device
     if choice.lowering is not None:
