@@ -1,8 +1,8 @@
 """The plan: every decision, as frozen data that round-trips through JSON; and, apart from it, what was predicted.
 
-A ``Plan`` holds decisions only. ``Estimate`` holds the prediction and its proof. A ``PlanDocument`` is the file ``plan.json``: a plan,
-its estimate, and the alternatives it was weighed against. A plan names the graph it was made for by ``Fingerprint``; it is refused
-anywhere else.
+A ``Plan`` holds decisions only. ``Estimate`` holds the prediction and its proof. A ``PlanDocument`` is the file
+``plan.json``: a plan, its estimate, and the alternatives it was weighed against. A plan names the graph it was made
+for by ``Fingerprint``; it is refused anywhere else.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device_memory_bytes: int
     fits: bool
     proof: Proof
-    bound_by: str = ""  # "compute", "tensor-parallel communication", "data-parallel communication", "pipeline bubble", "memory"
+    bound_by: str = (
+        ""  # "compute", "tensor-parallel communication", "data-parallel communication", "pipeline bubble", "memory"
+    )
     cost_per_step: float | None = None
 
     @property
@@ -196,6 +198,15 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hand_plans: tuple[Alternative, ...] = ()
     runners_up: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def with_notes(self, notes: tuple[str, ...]) -> PlanDocument:
+        return msgspec.structs.replace(self, notes=notes)
+
+    def report(self) -> str:
+        """Time, memory by stage, why this plan, and what was close, as text."""
+        from autoplan.report.text import report_text  # a leaf room: nothing that makes plans depends on it
+
+        return report_text(self)
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()

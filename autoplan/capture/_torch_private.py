@@ -2,7 +2,8 @@
 
 - ``FakeTensorMode``/``ShapeEnv``: tensors without storage whose sizes may be symbols;
 - ``make_fx``: runs a function on them and writes down every ATen call, the backward ones included;
-- ``setup_stacktrace_preservation_hooks``: stamps each backward call with the sequence number of the forward call it belongs to.
+- ``setup_stacktrace_preservation_hooks``: stamps each backward call with the sequence number of the forward call it
+    belongs to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils import _pytree as pytree
 
 DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
@@ -41,7 +42,9 @@ class FakeWorld:
         """One fresh symbolic size for each name; hints must be at least 2 (0 and 1 would be specialised away)."""
         # A symbol is born as a size of a fake tensor; DYNAMIC (not DUCK) keeps equal hints apart.
         base = torch.empty(*hints, device="meta")
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints)
+        )
         fake = self.mode.from_tensor(base, symbolic_context=context, source=ConstantSource("_".join(names)))
         return list(fake.shape)  # type: ignore[arg-type]
 
@@ -77,7 +80,8 @@ def size_hint(value: int | torch.SymInt) -> int:
 
 
 def functionalize(module: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
-    """The same graph with every in-place call written as its out-of-place twin; a change of an input becomes one ``copy_``."""
+    """The same graph with every in-place call written as its out-of-place twin; a change of an input becomes one
+    ``copy_``."""
     flat, spec = pytree.tree_flatten(args)
 
     def run(*tensors: Any) -> Any:

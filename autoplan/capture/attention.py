@@ -1,13 +1,16 @@
 """Attention as one op, the same in every captured graph whatever the device.
 
-``torch.nn.functional.scaled_dot_product_attention`` decomposes differently on each device (CPU flash, CUDA flash, efficient, cuDNN,
-plain mathematics), so a plan made on a laptop would not fit the graph captured on a GPU. Capture therefore replaces each call by
+``torch.nn.functional.scaled_dot_product_attention`` decomposes differently on each device (CPU flash, CUDA flash,
+efficient, cuDNN, plain mathematics), so a plan made on a laptop would not fit the graph captured on a GPU. Capture
+therefore replaces each call by
 
-    ``autoplan::attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse [b,h,s])``
+    ``autoplan::attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse
+        [b,h,s])``
 
-and its backward, which run the device's own fused kernel where one fits and plain mathematics otherwise. ``h`` is a multiple of ``g``
-(grouped-query attention: query head ``i`` reads key head ``i // (h // g)``). ``mask`` is boolean (True: attend) or additive, and
-broadcasts to ``[b,h,s,t]``. ``lse`` is the log of the sum of exponentials, which backward needs.
+and its backward, which run the device's own fused kernel where one fits and plain mathematics otherwise. ``h`` is a
+multiple of ``g`` (grouped-query attention: query head ``i`` reads key head ``i // (h // g)``). ``mask`` is boolean
+(True: attend) or additive, and broadcasts to ``[b,h,s,t]``. ``lse`` is the log of the sum of exponentials, which
+backward needs.
 """
 
 from __future__ import annotations
@@ -92,18 +95,23 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
     return q.new_empty(b, h, s, v.shape[-1]), q.new_empty(b, h, s, dtype=_accumulate_dtype(q))
 
 
 @torch.library.custom_op("autoplan::attention_backward", mutates_args=())
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     h, g = q.shape[1], k.shape[1]
     bias = _additive(mask, q)
@@ -118,9 +126,20 @@ def attention_backward(
         padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad.contiguous(), q, kr, vr, bias, out, padded, zero, zero, 0.0,
-            [True, True, True, False], is_causal, scale=scale,
-        )  # fmt: skip
+            grad.contiguous(),
+            q,
+            kr,
+            vr,
+            bias,
+            out,
+            padded,
+            zero,
+            zero,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=scale,
+        )
     else:
         wide = lse.dtype
         qw, kw, vw, gw = q.to(wide), kr.to(wide), vr.to(wide), grad.to(wide)
@@ -138,9 +157,16 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -173,9 +199,15 @@ class OneAttention(TorchFunctionMode):
 
 
 def _replace(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor | None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
     if query.dim() != 4 or dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad):
         return None  # torch's own decomposition is captured instead
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -20,17 +20,22 @@ aten = torch.ops.aten
 
 
 def capture(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, precision: torch.dtype | None = None,
-    promote: bool = False, folded: bool = False,
-) -> Graph:  # fmt: skip
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None = None,
+    *,
+    precision: torch.dtype | None = None,
+    promote: bool = False,
+    folded: bool = False,
+) -> Graph:
     """One joint forward+backward graph of ``model`` on ``batch``, whose batch and sequence sizes stay symbols.
 
     model: on any device, the meta device included; it is not changed and no weight is allocated.
     batch: what the model is called with (a mapping is passed as keywords); only its shapes and dtypes matter.
     loss_fn: ``loss_fn(output, batch) -> scalar``; without it the model must return its loss.
     precision: dtype to which floating parameters are cast in the graph. promote: see ``trace``.
-    folded: trace three of each long run of equal blocks and count the rest; ``unfold`` restores them. The result then costs the
-        same for 8 layers and for 800. A model whose blocks turn out not to be equal is traced whole.
+    folded: trace three of each long run of equal blocks and count the rest; ``unfold`` restores them. The result then
+        costs the same for 8 layers and for 800. A model whose blocks turn out not to be equal is traced whole.
 
     Raises ModelError.
     """
@@ -69,11 +74,15 @@ def build(traced: Trace) -> Graph:
 
     params = tuple(
         ParamInfo(
-            name=name, placeholder=node.name, shape=tuple(p.shape), dtype=node.meta["specs"][0].dtype,
-            trainable=p.requires_grad and grad is not None, aliases=traced.aliases.get(name, ()),
+            name=name,
+            placeholder=node.name,
+            shape=tuple(p.shape),
+            dtype=node.meta["specs"][0].dtype,
+            trainable=p.requires_grad and grad is not None,
+            aliases=traced.aliases.get(name, ()),
         )
         for node, (name, p), grad in zip(param_nodes, traced.params, grads, strict=True)
-    )  # fmt: skip
+    )
     info = {p.placeholder: (p.shape, p.dtype, p.trainable) for p in params}
     count = layering.assign_layers(graph, {n: info[n.name] for n in param_nodes})
     gradients = {p.name: _terms(g) for p, g in zip(params, grads, strict=True) if p.trainable}
@@ -88,18 +97,33 @@ def build(traced: Trace) -> Graph:
     )
     buffers = tuple(
         BufferInfo(
-            name=name, placeholder=node.name, shape=tuple(b.shape), dtype=_spec(node).dtype, persistent=name in traced.persistent,
+            name=name,
+            placeholder=node.name,
+            shape=tuple(b.shape),
+            dtype=_spec(node).dtype,
+            persistent=name in traced.persistent,
             mutated_by=updated.get(name),
         )
         for node, (name, b) in zip(buffer_nodes, traced.buffers, strict=True)
-    )  # fmt: skip
+    )
     depth = tuple(layer.class_id for layer in layers)
     return Graph(
-        fx=graph, params=params, buffers=buffers, inputs=inputs, tangent=tangent.name, loss=loss.name, loss_weight=split.weight,
-        loss_kind=split.kind, loss_mixed_at=split.at,
-        gradients=gradients, layers=tuple(layers), depth=depth, unfolded_params=params,
-        structure=structure(depth, params, inputs), extra={"random": random_ops(graph)},
-    )  # fmt: skip
+        fx=graph,
+        params=params,
+        buffers=buffers,
+        inputs=inputs,
+        tangent=tangent.name,
+        loss=loss.name,
+        loss_weight=split.weight,
+        loss_kind=split.kind,
+        loss_mixed_at=split.at,
+        gradients=gradients,
+        layers=tuple(layers),
+        depth=depth,
+        unfolded_params=params,
+        structure=structure(depth, params, inputs),
+        extra={"random": random_ops(graph)},
+    )
 
 
 def structure(depth: tuple[str, ...], params: tuple[ParamInfo, ...], inputs: tuple[InputInfo, ...]) -> str:
@@ -134,10 +158,12 @@ def _spec(node: fx.Node) -> TensorSpec:
 def _terms(grad: fx.Node) -> tuple[str, ...]:
     """The terms of a gradient that is a sum over the layers which use the parameter (a tied weight)."""
     if (
-        grad.target == aten.add.Tensor and len(grad.users) == 1 and not grad.kwargs
+        grad.target == aten.add.Tensor
+        and len(grad.users) == 1
+        and not grad.kwargs
         and all(isinstance(a, fx.Node) and a.meta.get("phase") == "backward" for a in grad.args)
         and len({a.meta.get("layer") for a in grad.args}) == 2  # type: ignore[union-attr]
-    ):  # fmt: skip
+    ):
         return tuple(t for a in grad.args for t in _terms(a))  # type: ignore[arg-type]
     return (grad.name,)
 
@@ -162,10 +188,13 @@ def regroup(graph: fx.Graph, count: int) -> fx.Graph:
     order = sorted(nodes, key=key)  # stable: inside a group the traced order stays
     fresh = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in (*(n for n in graph.nodes if n.op == "placeholder"), *order, *(n for n in graph.nodes if n.op == "output")):
+    for node in (
+        *(n for n in graph.nodes if n.op == "placeholder"),
+        *order,
+        *(n for n in graph.nodes if n.op == "output"),
+    ):
         missing = [n.name for n in node.all_input_nodes if n not in env]
         assert not missing, f"layering put {node.name} before what it needs: {missing}"
         env[node] = fresh.node_copy(node, lambda n: env[n])
     fresh.lint()
     return fresh
-

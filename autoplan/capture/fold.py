@@ -1,9 +1,11 @@
-"""Depth costs nothing: trace three of each run of equal blocks, count the rest, and give them back when a graph must run.
+"""Depth costs nothing: trace three of each run of equal blocks, count the rest, and give them back when a graph must
+run.
 
-A run is a ``ModuleList`` (or ``Sequential``) of more than four blocks of one class whose parameters have the same shapes and whose plain
-attributes are the same but for their index. Three are traced: the first and the last of a run may differ at their edges, the middle one
-has a neighbour of its kind on either side. The fold is checked: the traced blocks must come out as one run of three equal layers that
-hold exactly the parameters of the three blocks; otherwise the model is traced whole.
+A run is a ``ModuleList`` (or ``Sequential``) of more than four blocks of one class whose parameters have the same
+shapes and whose plain attributes are the same but for their index. Three are traced: the first and the last of a run
+may differ at their edges, the middle one has a neighbour of its kind on either side. The fold is checked: the traced
+blocks must come out as one run of three equal layers that hold exactly the parameters of the three blocks; otherwise
+the model is traced whole.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -45,16 +48,23 @@ def equal_runs(model: nn.Module) -> list[Run]:
 
 
 def _kind(block: nn.Module) -> str:
-    """What makes two blocks trace alike: classes, parameter shapes, flags, and plain attributes that are not an index."""
+    """What makes two blocks trace alike: classes, parameter shapes, flags, and plain attributes that are not an
+    index."""
     parts: list[Any] = []
     for name, module in block.named_modules():
         parts.append((name, type(module).__qualname__, module.training))
-        parts.extend((k, tuple(p.shape), p.dtype, p.requires_grad) for k, p in module._parameters.items() if p is not None)
+        parts.extend(
+            (k, tuple(p.shape), p.dtype, p.requires_grad) for k, p in module._parameters.items() if p is not None
+        )
         parts.extend((k, tuple(b.shape), b.dtype) for k, b in module._buffers.items() if b is not None)
         for key, value in sorted(vars(module).items()):
             if key.startswith("_") or not isinstance(value, (bool, int, float, str, tuple)):
                 continue
-            if isinstance(value, int) and not isinstance(value, bool) and ("idx" in key or "index" in key or "layer" in key):
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and ("idx" in key or "index" in key or "layer" in key)
+            ):
                 continue
             parts.append((key, value))
     return repr(parts)
@@ -62,7 +72,8 @@ def _kind(block: nn.Module) -> str:
 
 @contextmanager
 def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
-    """Within this context each run has only its first three blocks. The model is whole again afterwards, come what may."""
+    """Within this context each run has only its first three blocks. The model is whole again afterwards, come what
+    may."""
     kept: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
     try:
         for run in runs:
@@ -78,7 +89,8 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
 
 
 def count(graph: Graph, runs: Sequence[Run], model: nn.Module) -> Graph | None:
-    """The traced graph with its depth and parameters counted for the whole model; None if the fold does not check out."""
+    """The traced graph with its depth and parameters counted for the whole model; None if the fold does not check
+    out."""
     depth = list(graph.depth)
     spans: list[tuple[Run, int]] = []
     for run in runs:
@@ -94,7 +106,7 @@ def count(graph: Graph, runs: Sequence[Run], model: nn.Module) -> Graph | None:
         spans.append((run, first))
     for run, first in sorted(spans, key=lambda s: -s[1]):
         depth[first + 1 : first + 2] = [graph.depth[first]] * (run.count - 2)
-    names = {name: p for name, p in model.named_parameters()}
+    names = dict(model.named_parameters())
     traced = {p.name: p for p in graph.params}
     every = []
     for name in names:
@@ -104,9 +116,12 @@ def count(graph: Graph, runs: Sequence[Run], model: nn.Module) -> Graph | None:
     from autoplan.capture.capture import structure
 
     return replace_graph(
-        graph, depth=tuple(depth), unfolded_params=tuple(every), structure=structure(tuple(depth), tuple(every), graph.inputs),
+        graph,
+        depth=tuple(depth),
+        unfolded_params=tuple(every),
+        structure=structure(tuple(depth), tuple(every), graph.inputs),
         extra={**graph.extra, "runs": tuple((run.path, run.count, first) for run, first in spans)},
-    )  # fmt: skip
+    )
 
 
 def replace_graph(graph: Graph, **changes: Any) -> Graph:
@@ -151,9 +166,11 @@ def _linked(graph: Graph, first: int) -> bool:
 def _side_reads(graph: Graph, layer: Layer) -> set[str]:
     parameters = {p.placeholder for p in graph.params}
     return {
-        arg.name for name in (*layer.forward, *layer.backward) for arg in graph.node(name).all_input_nodes
+        arg.name
+        for name in (*layer.forward, *layer.backward)
+        for arg in graph.node(name).all_input_nodes
         if arg.meta.get("layer") is None and arg.name not in parameters
-    }  # fmt: skip
+    }
 
 
 def _same_for_all(graph: Graph, arg: fx.Node, layers: Sequence[Layer]) -> bool:
@@ -220,7 +237,8 @@ def _unfold_run(graph: Graph, path: str, total: int, first: int) -> Graph:
                 return (after_nodes if c == copies - 1 else made[c + 1])[at_after[n.name]]
             info = param_by_placeholder.get(n.name)
             if info is not None and info.name in new_params[c]:
-                return by_name[new_params[c][info.name].placeholder]
+                twin: fx.Node = by_name[new_params[c][info.name].placeholder]
+                return twin
             return env[n.name]
 
         for name in names:
@@ -249,7 +267,7 @@ def _unfold_run(graph: Graph, path: str, total: int, first: int) -> Graph:
             seen_backward = True
             for c in reversed(range(copies)):
                 copy_layer(middle.backward, c)
-        copied = fresh.node_copy(node, lambda n, user=node: map_old(user, n))
+        copied = fresh.node_copy(node, partial(map_old, node))
         copied.meta = dict(node.meta)
         if copied.meta.get("layer") is not None:
             copied.meta["layer"] = shift[copied.meta["layer"]]
@@ -271,14 +289,27 @@ def _unfold_run(graph: Graph, path: str, total: int, first: int) -> Graph:
     nodes = {n.name: n for n in fresh.nodes}
     output.args = ((loss, *(nodes[t] for terms in gradients.values() for t in terms)),)
     fresh.lint()
-    return replace_graph(graph, fx=fresh, layers=layers, params=params, gradients=gradients,
-                         unfolded_params=params if len(params) == len(graph.unfolded_params) else graph.unfolded_params)  # fmt: skip
+    return replace_graph(
+        graph,
+        fx=fresh,
+        layers=layers,
+        params=params,
+        gradients=gradients,
+        unfolded_params=params if len(params) == len(graph.unfolded_params) else graph.unfolded_params,
+    )
 
 
 def _renumbered(
-    graph: Graph, first: int, copies: int, made: Sequence[Mapping[int, fx.Node]], middle: Layer, order: Mapping[str, int],
-    new_params: Sequence[Mapping[str, ParamInfo]], renamed: Mapping[str, str], env: Mapping[str, fx.Node],
-) -> tuple[Layer, ...]:  # fmt: skip
+    graph: Graph,
+    first: int,
+    copies: int,
+    made: Sequence[Mapping[int, fx.Node]],
+    middle: Layer,
+    order: Mapping[str, int],
+    new_params: Sequence[Mapping[str, ParamInfo]],
+    renamed: Mapping[str, str],
+    env: Mapping[str, fx.Node],
+) -> tuple[Layer, ...]:
     """Layer records of the unfolded graph, read off the rebuilt graph's own names."""
     before, _, after = graph.layers[first : first + TRACED]
     at_before = {n: i for i, n in enumerate((*before.forward, *before.backward))}
@@ -299,30 +330,43 @@ def _renumbered(
             return tuple(in_copy(v, c) if v else "" for v in values)
 
         return replace(
-            middle, index=first + 2 + c, forward=names(middle.forward), backward=names(middle.backward),
-            inputs=names(middle.inputs), outputs=names(middle.outputs), grads_in=names(middle.grads_in),
+            middle,
+            index=first + 2 + c,
+            forward=names(middle.forward),
+            backward=names(middle.backward),
+            inputs=names(middle.inputs),
+            outputs=names(middle.outputs),
+            grads_in=names(middle.grads_in),
             grads_out=names(middle.grads_out),
             params=tuple(new_params[c][p].name if p in new_params[c] else p for p in middle.params),
-        )  # fmt: skip
+        )
 
     fixed = []
     for layer in graph.layers:
         changed = replace(layer, params=tuple(renamed.get(p, p) for p in layer.params))
         if copies and layer.index == first + 1:
-            changed = replace(changed, grads_in=tuple(made[0][at_after[g]].name if g in at_after else g for g in layer.grads_in))
+            changed = replace(
+                changed, grads_in=tuple(made[0][at_after[g]].name if g in at_after else g for g in layer.grads_in)
+            )
         if copies and layer.index > first + 1:
             changed = replace(
-                changed, index=layer.index + copies,
+                changed,
+                index=layer.index + copies,
                 inputs=tuple(made[copies - 1][order[v]].name if v in order else v for v in layer.inputs),
-            )  # fmt: skip
+            )
         fixed.append(changed)
     return (*fixed[: first + 2], *(copy_record(c) for c in range(copies)), *fixed[first + 2 :])
 
 
 def _unfolded_params(
-    graph: Graph, copies: int, new_params: Sequence[Mapping[str, ParamInfo]], renamed: Mapping[str, str],
-    made: Sequence[Mapping[int, fx.Node]], order: Mapping[str, int], prefix: str,
-) -> tuple[tuple[ParamInfo, ...], dict[str, tuple[str, ...]]]:  # fmt: skip
+    graph: Graph,
+    copies: int,
+    new_params: Sequence[Mapping[str, ParamInfo]],
+    renamed: Mapping[str, str],
+    made: Sequence[Mapping[int, fx.Node]],
+    order: Mapping[str, int],
+    prefix: str,
+) -> tuple[tuple[ParamInfo, ...], dict[str, tuple[str, ...]]]:
     params: list[ParamInfo] = []
     gradients: dict[str, tuple[str, ...]] = {}
     for p in graph.params:

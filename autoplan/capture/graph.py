@@ -2,13 +2,13 @@
 
 Terms
 -----
-*value*     a tensor made by a node. A node that returns several tensors is followed by ``operator.getitem`` nodes; those
-            are the values, the tuple itself never crosses anything.
+*value*     a tensor made by a node. A node that returns several tensors is followed by ``operator.getitem`` nodes;
+            those are the values, the tuple itself never crosses anything.
 *phase*     ``forward`` up to the loss, ``backward`` after it.
-*side node* a node that depends on no trainable parameter (masks, positions, rotary tables, labels). It is cheap, belongs
-            to no layer, and is recomputed wherever it is needed instead of being sent there.
-*layer*     a consecutive piece of the forward graph, with the backward nodes that belong to it. Only its boundary values
-            cross to the next layer.
+*side node* a node that depends on no trainable parameter (masks, positions, rotary tables, labels). It is cheap,
+            belongs to no layer, and is recomputed wherever it is needed instead of being sent there.
+*layer*     a consecutive piece of the forward graph, with the backward nodes that belong to it. Only its boundary
+            values cross to the next layer.
 *class*     layers with the same structure share one class, hence one strategy table.
 *folded*    a long run of equal layers is traced with few of them; ``Graph.depth`` lists the class of every layer of the
             real model, ``Graph.layers`` only those that were traced. ``unfold`` makes them equal.
@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import sympy
 import torch
-from torch import fx
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 SEQ = sympy.Symbol("seq", integer=True, positive=True)
@@ -58,7 +57,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The two symbols bound: ``batch`` rows of one micro-batch on one data rank, ``seq`` tokens (or whatever dim 1 is)."""
+    """The two symbols bound: ``batch`` rows of one micro-batch on one data rank, ``seq`` tokens (or whatever dim 1
+    is)."""
 
     batch: int
     seq: int = 1
@@ -71,7 +71,8 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamInfo:
-    """A parameter. ``name`` is the first name the module gives it, ``aliases`` the other names of the same tensor (ties)."""
+    """A parameter. ``name`` is the first name the module gives it, ``aliases`` the other names of the same tensor
+    (ties)."""
 
     name: str
     placeholder: str
@@ -95,7 +96,8 @@ class BufferInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputInfo:
-    """One tensor leaf of the batch; ``path`` is its place in the batch (``"input_ids"``), ``batch_dim`` None if it has none."""
+    """One tensor leaf of the batch; ``path`` is its place in the batch (``"input_ids"``), ``batch_dim`` None if it
+    has none."""
 
     path: str
     placeholder: str
@@ -114,18 +116,21 @@ class Layer:
     inputs: tuple[str, ...]  # forward values that enter from earlier layers (never side nodes, never parameters)
     outputs: tuple[str, ...]  # forward values that later layers use
     grads_out: tuple[str, ...]  # backward values for earlier layers: the gradient of inputs[i], "" where there is none
-    grads_in: tuple[str, ...]  # backward values from later layers: the gradient of outputs[i]; the tangent at the last layer
+    grads_in: tuple[
+        str, ...
+    ]  # backward values from later layers: the gradient of outputs[i]; the tangent at the last layer
     params: tuple[str, ...]  # ParamInfo.name of the parameters it uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A captured model: forward and backward of one micro-batch in one graph. Treat ``fx`` as read-only; copy to change.
+    """A captured model: forward and backward of one micro-batch in one graph. Treat ``fx`` as read-only; copy to
+    change.
 
     Placeholders, in order: parameters, buffers, inputs, the tangent (gradient of the loss, a scalar).
     """
 
-    fx: fx.Graph
+    fx: torch.fx.Graph
     params: tuple[ParamInfo, ...]
     buffers: tuple[BufferInfo, ...]
     inputs: tuple[InputInfo, ...]
@@ -134,14 +139,16 @@ class Graph:
     loss_kind: Literal["tokens", "mean", "sum", "mixed"]  # how parts of a batch add up: see capture.loss
     loss_weight: str | None  # with "tokens": the node that counts them; it depends on the inputs alone
     loss_mixed_at: str | None  # with "mixed": the call that needs the whole batch
-    gradients: Mapping[str, tuple[str, ...]]  # ParamInfo.name -> nodes whose sum is its gradient, one for each layer's use
+    gradients: Mapping[
+        str, tuple[str, ...]
+    ]  # ParamInfo.name -> nodes whose sum is its gradient, one for each layer's use
     layers: tuple[Layer, ...]
     depth: tuple[str, ...]  # class_id of every layer of the real model, in order
     unfolded_params: tuple[ParamInfo, ...]  # all parameters of the real model (== params when nothing is folded)
     structure: str  # hash of the graph: two models with equal structure take the same plan
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def node(self, name: str) -> fx.Node:
+    def node(self, name: str) -> torch.fx.Node:
         return self._by_name[name]
 
     @property
@@ -155,5 +162,5 @@ class Graph:
         object.__setattr__(self, "_by_name", {n.name: n for n in self.fx.nodes})
         object.__setattr__(self, "_params_by_name", {p.name: p for p in (*self.unfolded_params, *self.params)})
 
-    _by_name: Mapping[str, fx.Node] = field(init=False, repr=False, compare=False)
+    _by_name: Mapping[str, torch.fx.Node] = field(init=False, repr=False, compare=False)
     _params_by_name: Mapping[str, ParamInfo] = field(init=False, repr=False, compare=False)

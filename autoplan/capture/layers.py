@@ -1,11 +1,11 @@
 """Layers found by structure: where one value alone crosses the forward graph it may be cut; equal pieces are one class.
 
-1. Between two forward nodes the graph may be cut if exactly one value crosses (side values and parameters do not count: they are
-   recomputed or held wherever they are used).
-2. The pieces between cuts are hashed. The longest periodic run of equal pieces is the model's body, each period one layer; what is left
-   of and right of it is searched in the same way; what never repeats is merged into one layer.
-3. A backward node belongs to the layer of the forward node whose sequence number it carries; a sum of gradients has none and belongs to
-   the last of its terms.
+1. Between two forward nodes the graph may be cut if exactly one value crosses (side values and parameters do not
+   count: they are recomputed or held wherever they are used).
+2. The pieces between cuts are hashed. The longest periodic run of equal pieces is the model's body, each period one
+   layer; what is left of and right of it is searched in the same way; what never repeats is merged into one layer.
+3. A backward node belongs to the layer of the forward node whose sequence number it carries; a sum of gradients has
+   none and belongs to the last of its terms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def signature(nodes: Sequence[fx.Node], outside: Mapping[fx.Node, Any]) -> str:
-    """A hash of what ``nodes`` compute: targets, constants, and wiring; ``outside`` says how other nodes are to be read."""
+    """A hash of what ``nodes`` compute: targets, constants, and wiring; ``outside`` says how other nodes are to be
+    read."""
     place = {n: i for i, n in enumerate(nodes)}
 
     def read(value: Any) -> Any:
@@ -66,7 +67,11 @@ def side_key(node: fx.Node) -> str:
         if "expr" in node.meta:
             content: Any = ("size", str(node.meta["expr"]))
         elif node.op == "placeholder":
-            content = ("placeholder", node.name.split("_")[0], *((str(s.shape), str(s.dtype)) for s in node.meta["specs"]))
+            content = (
+                "placeholder",
+                node.name.split("_")[0],
+                *((str(s.shape), str(s.dtype)) for s in node.meta["specs"]),
+            )
         else:
             args = fx.map_arg((tuple(node.args), {k: v for k, v in node.kwargs.items() if k != "device"}), side_key)
             content = (str(node.target), repr(args))
@@ -78,7 +83,8 @@ def periodic_runs(keys: Sequence[str], weights: Sequence[int], owns: Sequence[bo
     """Cover ``keys`` by runs ``(start, period, count)``; what never repeats becomes a run of count 1.
 
     ``owns[i]``: piece ``i`` uses a parameter; a run must have one in its period (a chain of activations is no body).
-    Picks the run covering the most weight (fewest pieces in its period on a tie), then covers what is left and right of it.
+    Picks the run covering the most weight (fewest pieces in its period on a tie), then covers what is left and right
+    of it.
     """
 
     def cover(lo: int, hi: int) -> list[tuple[int, int, int]]:
@@ -152,7 +158,9 @@ def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any]) -> int:
             node.meta["layer"] = index
     for node in reversed(forward):
         if node in weight_only:
-            node.meta["layer"] = min((u.meta["layer"] for u in node.users if u.meta.get("layer") is not None), default=0)
+            node.meta["layer"] = min(
+                (u.meta["layer"] for u in node.users if u.meta.get("layer") is not None), default=0
+            )
     _assign_backward(graph, len(layers))
     return len(layers)
 
@@ -176,8 +184,11 @@ def _assign_backward(graph: fx.Graph, count: int) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.meta.get("phase") != "backward" or node.meta["side"]:
             continue
-        above = [n.meta["layer"] for n in node.all_input_nodes
-                 if n.meta.get("phase") == "backward" and n.meta.get("layer") is not None]  # fmt: skip
+        above = [
+            n.meta["layer"]
+            for n in node.all_input_nodes
+            if n.meta.get("phase") == "backward" and n.meta.get("layer") is not None
+        ]
         limit = min(above, default=count - 1)
         sequence = node.meta.get("seq_nr", -1)
         # Sums of gradients are made between two backward calls and carry the outermost number: they follow their terms.
@@ -185,9 +196,11 @@ def _assign_backward(graph: fx.Graph, count: int) -> None:
         node.meta["layer"] = limit if stamped is None else min(stamped, limit)
 
 
-def describe_layers(graph: fx.Graph, count: int, params: Mapping[str, Any], names: Mapping[str, str], tangent: str,
-                    loss: str) -> list[Layer]:  # fmt: skip
-    """The ``Layer`` records. ``params``: placeholder name -> info for the hash; ``names``: placeholder name -> ParamInfo.name."""
+def describe_layers(
+    graph: fx.Graph, count: int, params: Mapping[str, Any], names: Mapping[str, str], tangent: str, loss: str
+) -> list[Layer]:
+    """The ``Layer`` records. ``params``: placeholder name -> info for the hash; ``names``: placeholder name ->
+    ParamInfo.name."""
     forward: list[list[fx.Node]] = [[] for _ in range(count)]
     backward: list[list[fx.Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
@@ -200,10 +213,17 @@ def describe_layers(graph: fx.Graph, count: int, params: Mapping[str, Any], name
         own = {*forward[i], *backward[i]}
         used = [n for node in (*forward[i], *backward[i]) for n in node.all_input_nodes if n not in own]
         inputs = _unique(n for n in used if n.meta.get("layer") is not None and n.meta["phase"] == "forward")
-        outputs = [n for n in forward[i]
-                   if any(u.meta.get("layer") not in (None, i) and u.op != "output" for u in n.users) or n.name == loss]  # fmt: skip
-        grads_in = _unique(n for n in used if n.name == tangent or (n.meta.get("layer") is not None and n.meta["phase"] == "backward"))
-        leaving = [n for n in backward[i] if any(u.op != "output" and u.meta.get("layer") not in (None, i) for u in n.users)]
+        outputs = [
+            n
+            for n in forward[i]
+            if any(u.meta.get("layer") not in (None, i) and u.op != "output" for u in n.users) or n.name == loss
+        ]
+        grads_in = _unique(
+            n for n in used if n.name == tangent or (n.meta.get("layer") is not None and n.meta["phase"] == "backward")
+        )
+        leaving = [
+            n for n in backward[i] if any(u.op != "output" and u.meta.get("layer") not in (None, i) for u in n.users)
+        ]
         used_params = _unique(n for n in used if n.name in names)
         outside: dict[fx.Node, Any] = {n: ("in", k) for k, n in enumerate(inputs)}
         outside |= {n: ("grad", k) for k, n in enumerate(grads_in)}
@@ -211,12 +231,17 @@ def describe_layers(graph: fx.Graph, count: int, params: Mapping[str, Any], name
         digest = signature([*forward[i], *backward[i]], outside)
         described.append(
             Layer(
-                index=i, class_id=digest, forward=tuple(n.name for n in forward[i]), backward=tuple(n.name for n in backward[i]),
-                inputs=tuple(n.name for n in inputs), outputs=tuple(n.name for n in outputs),
-                grads_out=_pair(inputs, leaving), grads_in=_pair(outputs, grads_in),
+                index=i,
+                class_id=digest,
+                forward=tuple(n.name for n in forward[i]),
+                backward=tuple(n.name for n in backward[i]),
+                inputs=tuple(n.name for n in inputs),
+                outputs=tuple(n.name for n in outputs),
+                grads_out=_pair(inputs, leaving),
+                grads_in=_pair(outputs, grads_in),
                 params=tuple(names[n.name] for n in used_params),
             )
-        )  # fmt: skip
+        )
     return described
 
 

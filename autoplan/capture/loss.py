@@ -1,4 +1,5 @@
-"""How the loss of a batch follows from the losses of its parts, so that micro-batches and data ranks add up to one process exactly.
+"""How the loss of a batch follows from the losses of its parts, so that micro-batches and data ranks add up to one
+process exactly.
 
 With parts ``m``, the loss of the whole is ``Σ w_m · loss_m`` where
 
@@ -24,8 +25,16 @@ from autoplan.capture.graph import BATCH, TensorSpec
 aten = torch.ops.aten
 Kind = Literal["tokens", "mean", "sum", "mixed"]
 
-_LINEAR = {aten.view.default, aten.reshape.default, aten._to_copy.default, aten.squeeze.default, aten.clone.default,
-           aten.neg.default, aten.unsqueeze.default, aten.squeeze.dim}  # fmt: skip
+_LINEAR = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._to_copy.default,
+    aten.squeeze.default,
+    aten.clone.default,
+    aten.neg.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
@@ -163,5 +172,5 @@ def _reduction(node: fx.Node) -> int | None:
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "reduction":
             value = node.kwargs.get("reduction", node.args[i] if i < len(node.args) else argument.default_value)
-            return value if value in (1, 2) else None
+            return int(value) if value in (1, 2) else None  # type: ignore[arg-type]
     return None

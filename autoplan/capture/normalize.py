@@ -1,7 +1,7 @@
 """From a raw trace to a clean graph: sizes as expressions, no aliases, no duplicates of cheap input-only work.
 
-Passes, in the order they run: ``read_specs``, ``name_sizes``, ``drop_aliases``, ``buffer_updates``, ``mark_phase``, ``merge_side``.
-Each changes the graph in place and keeps it valid.
+Passes, in the order they run: ``read_specs``, ``name_sizes``, ``drop_aliases``, ``buffer_updates``, ``mark_phase``,
+``merge_side``. Each changes the graph in place and keeps it valid.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _replace_everywhere(node: fx.Node, value: Any) -> None:
 
 
 def drop_aliases(graph: fx.Graph) -> None:
-    """Remove what does nothing to a value: detach, full slices, expands and views to the same shape, copies to the same type."""
+    """Remove what does nothing to a value: detach, full slices, expands and views to the same shape, copies to the
+    same type."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -94,8 +95,16 @@ def drop_aliases(graph: fx.Graph) -> None:
 
 
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
-_SHAPE_ONLY = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default,
-               aten.slice.Tensor, aten._to_copy.default, aten.slice_backward.default, aten.squeeze.dim}  # fmt: skip
+_SHAPE_ONLY = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten._to_copy.default,
+    aten.slice_backward.default,
+    aten.squeeze.dim,
+}
 
 
 def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
@@ -103,12 +112,13 @@ def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
         return bool(source.meta.get("contiguous")) and bool(node.meta.get("contiguous"))
     if node.target == aten.slice.Tensor or node.target == aten.slice_backward.default:
         step = node.args[-1] if len(node.args) == (5 if node.target == aten.slice.Tensor else 6) else 1
-        return step == 1
-    return node.target in _SHAPE_ONLY
+        return bool(step == 1)
+    return bool(node.target in _SHAPE_ONLY)
 
 
 def buffer_updates(graph: fx.Graph, buffers: dict[str, str]) -> dict[str, str]:
-    """A ``copy_`` onto a buffer's placeholder, as functionalization leaves it, read as ``{buffer name: node of the new value}``.
+    """A ``copy_`` onto a buffer's placeholder, as functionalization leaves it, read as ``{buffer name: node of the
+    new value}``.
 
     Raises ModelError when the model changes one of its inputs or parameters in place.
     """
@@ -119,7 +129,8 @@ def buffer_updates(graph: fx.Graph, buffers: dict[str, str]) -> dict[str, str]:
         target, value = node.args[0], node.args[1]
         if target.name not in buffers:
             raise ModelError(
-                f"the model changes its input or parameter {target.name!r} in place during forward; work on a clone instead"
+                f"the model changes its input or parameter {target.name!r} in place during forward; work on a clone "
+                "instead"
             )
         updated[buffers[target.name]] = value.name
         node.replace_all_uses_with(value)

@@ -1,17 +1,18 @@
 """One traced graph of loss and gradients, with symbolic batch and sequence sizes; no weight is ever allocated.
 
-The module runs once on fake tensors of the CPU kind, whatever device its weights are on (or none: the meta device works), so the same
-graph comes out on a laptop and on a cluster. What is device-specific is bound later, by the rewrite.
+The module runs once on fake tensors of the CPU kind, whatever device its weights are on (or none: the meta device
+works), so the same graph comes out on a laptop and on a cluster. What is device-specific is bound later, by the
+rewrite.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ LossFn = Callable[[Any, Any], Tensor]  # (model output, batch) -> scalar
 TRACED_BATCH = 5  # any size >= 2 that no kernel treats specially; the graph does not depend on it
 
 
-class Promote(TorchDispatchMode):
+class Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context a cast to float32 becomes a cast to float64, and float32 factories make float64.
 
-    Model code that casts to float32 inside norms, rotary tables and losses would otherwise hide errors below 1e-7 from a float64
-    comparison. Used on both sides of such a comparison.
+    Model code that casts to float32 inside norms, rotary tables and losses would otherwise hide errors below 1e-7
+    from a float64 comparison. Used on both sides of such a comparison.
     """
 
     def __torch_dispatch__(
@@ -48,7 +49,8 @@ class Promote(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One tensor of the batch: its place, its symbolic shape, and the dim that counts rows (None: the same for all rows)."""
+    """One tensor of the batch: its place, its symbolic shape, and the dim that counts rows (None: the same for all
+    rows)."""
 
     path: str
     shape: tuple[int | torch.SymInt, ...]
@@ -58,8 +60,9 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A raw joint graph. Its placeholders are, in order, ``params``, ``buffers``, ``leaves`` and the tangent; its outputs
-    the loss and a gradient (or None) for each parameter. A buffer's new value is a ``copy_`` onto its placeholder."""
+    """A raw joint graph. Its placeholders are, in order, ``params``, ``buffers``, ``leaves`` and the tangent; its
+    outputs the loss and a gradient (or None) for each parameter. A buffer's new value is a ``copy_`` onto its
+    placeholder."""
 
     module: fx.GraphModule
     params: tuple[tuple[str, nn.Parameter], ...]
@@ -74,8 +77,14 @@ class Trace:
 def batch_leaves(batch: Batch) -> list[tuple[str, Any]]:
     """The leaves of a batch with a readable path for each: ``input_ids``, ``0``, ``images.left``."""
     flat, _ = pytree.tree_flatten_with_path(batch)
-    return [(pytree.keystr(path).replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").lstrip(".")
-             or "batch", leaf) for path, leaf in flat]  # fmt: skip
+    return [
+        (
+            pytree.keystr(path).replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").lstrip(".")
+            or "batch",
+            leaf,
+        )
+        for path, leaf in flat
+    ]
 
 
 def batch_rows(batch: Batch) -> int:
@@ -95,15 +104,20 @@ def batch_seq(batch: Batch) -> int | None:
 
 
 def trace(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, precision: torch.dtype | None = None,
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None = None,
+    *,
+    precision: torch.dtype | None = None,
     promote: bool = False,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Trace forward, loss and backward of ``model`` on ``batch`` (only shapes and dtypes of it matter).
 
     precision: cast floating parameters to this dtype first (the module itself is not touched).
     promote: also turn casts to float32 inside the model into float64 (for float64 comparisons).
 
-    Raises ModelError: control flow that depends on data (with the user's source line), no scalar loss, no trainable parameter.
+    Raises ModelError: control flow that depends on data (with the user's source line), no scalar loss, no trainable
+    parameter.
     """
     rows, tokens = batch_rows(batch), batch_seq(batch)
     world = private.FakeWorld()
@@ -138,7 +152,7 @@ def trace(
         state.update(held)
         with ExitStack() as stack:
             if promote:
-                stack.enter_context(Promote())
+                stack.enter_context(Promote())  # type: ignore[no-untyped-call]
             with OneAttention():
                 loss = _call(model, state, _refill(batch, xs), loss_fn)
             private.stamp_backward(loss)
@@ -163,9 +177,15 @@ def trace(
     except Exception as error:
         raise ModelError(_failed_message(error, model)) from error
     return Trace(
-        module=module, params=params, buffers=buffers, leaves=leaves, batch=symbolic_batch, seq=symbolic_seq,
-        aliases=_aliases(model), persistent=_persistent_buffers(model),
-    )  # fmt: skip
+        module=module,
+        params=params,
+        buffers=buffers,
+        leaves=leaves,
+        batch=symbolic_batch,
+        seq=symbolic_seq,
+        aliases=_aliases(model),
+        persistent=_persistent_buffers(model),
+    )
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -223,7 +243,8 @@ def _call(model: nn.Module, state: Mapping[str, Tensor], batch: Batch, loss_fn: 
 
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is passed to the model: a mapping as keywords, a tuple or list as positions, anything else as one argument."""
+    """How a batch is passed to the model: a mapping as keywords, a tuple or list as positions, anything else as one
+    argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
@@ -249,7 +270,8 @@ def find_loss(output: Any, batch: Batch, loss_fn: LossFn | None) -> Tensor:
         hint = (
             "loss_fn must return one floating scalar"
             if loss_fn is not None
-            else "the model must return a scalar loss (give it labels in the batch), or pass loss_fn=lambda output, batch: …"
+            else "the model must return a scalar loss (give it labels in the batch), or pass "
+            "loss_fn=lambda output, batch: …"
         )
         raise ModelError(f"no scalar loss: got {got}; {hint}")
     if not loss.requires_grad:
@@ -259,11 +281,8 @@ def find_loss(output: Any, batch: Batch, loss_fn: LossFn | None) -> Tensor:
 
 def user_line(error: BaseException, model: nn.Module) -> str:
     """``file:line: source`` of the innermost frame that is the model's code rather than torch's or ours."""
-    ours, torchs = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((ours, torchs, "<"))
-    ]  # fmt: skip
+    ours, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, torchs, "<"))]
     if not frames:
         return f"in {type(model).__name__}.forward"
     last = frames[-1]

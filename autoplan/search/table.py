@@ -1,7 +1,8 @@
 """What the inner search hands the outer one: the strategies of a layer class, priced.
 
-The inner program (``layer_program``) solves one layer class on the tensor axis; the outer one (``stage_program``) chooses for every
-layer a row of its class's table, a ZeRO stage and recompute, and cuts the pipeline. All figures are for one micro-batch of
+The inner program (``layer_program``) solves one layer class on the tensor axis; the outer one (``stage_program``)
+chooses for every layer a row of its class's table, a ZeRO stage and recompute, and cuts the pipeline. All figures are
+for one micro-batch of
 ``sizes`` on one rank.
 """
 
@@ -44,4 +45,6 @@ class StrategyCost:
     output_bytes: int  # boundary values sent to the next stage, one rank
     params: tuple[ParamUse, ...]
     optimal: bool  # proved by the solver for its objective
-    redistributions: tuple[tuple[str, str, str], ...] = ()  # (value, from, to) that were priced; the rewrite must insert these
+    redistributions: tuple[
+        tuple[str, str, str], ...
+    ] = ()  # (value, from, to) that were priced; the rewrite must insert these

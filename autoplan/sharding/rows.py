@@ -1,7 +1,9 @@
-"""Whether the rows of a batch are independent up to the loss, so that they may be spread over data ranks and micro-batches.
+"""Whether the rows of a batch are independent up to the loss, so that they may be spread over data ranks and
+micro-batches.
 
-Starting from the inputs, sharded by row, each forward node must have a choice that takes its operands as they lie. A node without one
-mixes rows (a batch norm in training, attention across the batch); so does a sum over rows anywhere but at the loss's own end.
+Starting from the inputs, sharded by row, each forward node must have a choice that takes its operands as they lie. A
+node without one mixes rows (a batch norm in training, attention across the batch); so does a sum over rows anywhere
+but at the loss's own end.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
         return f"the loss needs the whole batch at once (at {graph.loss_mixed_at})"
     sizes = Sizes(batch=_ROWS, seq=seq)
     inputs_with_rows = {i.placeholder for i in graph.inputs if i.batch_dim is not None}
-    nodes = [n for n in graph.fx.nodes if n.meta.get("phase") == "forward" and n.op == "call_function" and "expr" not in n.meta]
+    nodes = [
+        n
+        for n in graph.fx.nodes
+        if n.meta.get("phase") == "forward" and n.op == "call_function" and "expr" not in n.meta
+    ]
     refinement = refine(nodes)
     placed: dict[str, tuple[Placement, ...]] = {}
     reads_input: set[str] = set(inputs_with_rows)

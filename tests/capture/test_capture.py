@@ -16,18 +16,35 @@ from autoplan.errors import ModelError
 
 def gpt2(layers: int = 2, tied: bool = True) -> nn.Module:
     config = GPT2Config(
-        n_layer=layers, n_embd=32, n_head=4, vocab_size=97, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        vocab_size=97,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def llama(layers: int = 2, tied: bool = False) -> nn.Module:
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=97, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
@@ -104,8 +121,11 @@ def test_folded_graph_unfolds_to_the_whole_one(make: Any) -> None:
     model = make(7)
     whole = capture(model, tokens(4, 16), promote=True)
     folded = capture(model, tokens(4, 16), promote=True, folded=True)
-    assert folded.folded and len(folded.layers) == 5 and len(folded.depth) == 9
-    assert folded.structure == whole.structure and folded.depth == whole.depth
+    assert folded.folded
+    assert len(folded.layers) == 5
+    assert len(folded.depth) == 9
+    assert folded.structure == whole.structure
+    assert folded.depth == whole.depth
     assert {p.name for p in folded.unfolded_params} == {p.name for p in model_params(model)}
     again = unfold(folded)
     assert not again.folded
@@ -153,14 +173,19 @@ def test_layers_are_one_class_and_carry_their_gradients() -> None:
     prologue, first, second, third, epilogue = graph.layers
     assert first.class_id == second.class_id == third.class_id
     assert len({prologue.class_id, first.class_id, epilogue.class_id}) == 3
-    assert first.inputs == prologue.outputs and second.grads_out == first.grads_in
-    assert graph.gradients["transformer.wte.weight"] and len(graph.gradients["transformer.wte.weight"]) == 2
-    assert epilogue.outputs == (graph.loss,) and epilogue.grads_in == (graph.tangent,)
+    assert first.inputs == prologue.outputs
+    assert second.grads_out == first.grads_in
+    assert graph.gradients["transformer.wte.weight"]
+    assert len(graph.gradients["transformer.wte.weight"]) == 2
+    assert epilogue.outputs == (graph.loss,)
+    assert epilogue.grads_in == (graph.tangent,)
 
 
 def test_capturing_on_the_meta_device_allocates_nothing() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=24, hidden_size=8192, num_attention_heads=64))
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(num_hidden_layers=24, hidden_size=8192, num_attention_heads=64)
+        )
         batch = {"input_ids": torch.zeros(8, 128, dtype=torch.long), "labels": torch.zeros(8, 128, dtype=torch.long)}
     graph = capture(model, batch, folded=True)
     assert sum(p.shape[0] * (p.shape[1] if len(p.shape) > 1 else 1) for p in graph.unfolded_params) > 5e9

@@ -1,0 +1,357 @@
+"""What a user calls: ``plan`` decides offline, ``compile`` decides and runs.
+
+document = autoplan.plan(model, cluster, batch)
+step = autoplan.compile(model, cluster)          # under torchrun, or inside runtime.launch
+loss = step(batch)
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autoplan.capture import Graph, capture, unfold
+from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
+from autoplan.cost_models.cluster import Cluster
+from autoplan.errors import ModelError, UserError
+from autoplan.plan import Fingerprint, PlanDocument, PrecisionName
+from autoplan.rewrite import rewrite
+from autoplan.runtime import checkpoint
+from autoplan.runtime.launch import local_device, session
+from autoplan.runtime.mesh import build_axes
+from autoplan.runtime.optimizer import OptimizerFactory
+from autoplan.runtime.params import ParamStore, module_source
+from autoplan.runtime.step import TrainStep
+from autoplan.search.planner import search
+from autoplan.search.space import Pins
+from autoplan.settings import read_settings
+from autoplan.sharding.rows import row_mixing
+
+Progress = Callable[[str], None]
+"""Told what is being done now, in a few words: "capturing", "searching …"."""
+
+DTYPES: Mapping[PrecisionName, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    precision: PrecisionName | None = None,
+    pins: Pins | None = None,
+    progress: Progress | None = None,
+) -> PlanDocument:
+    """The best plan for training ``model`` on ``cluster``, with its proof and what it was weighed against. Needs no
+    device.
+
+    model: may be on the meta device; nothing is allocated.
+    cluster: a Cluster, or what ``Cluster.parse`` takes (``"8x8xh100-sxm"``, a TOML file).
+    batch: one global batch; only shapes and dtypes matter. A mapping is passed to the model as keywords.
+    loss_fn: ``loss_fn(output, batch) -> scalar``, for a model that does not return its loss.
+    precision: of parameters and activations in the graph (bf16 keeps float32 master weights); the model's own by
+        default.
+    pins: decisions already made.
+
+    Raises ModelError, BatchError, DegreeError, InfeasibleError, ClusterError.
+    """
+    tell = progress or _silent
+    cluster = _cluster(cluster)
+    precision = precision or _own_precision(model)
+    tell("capturing the model")
+    graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True)
+    return plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
+
+
+def plan_graph(
+    graph: Graph,
+    cluster: Cluster,
+    batch: Batch,
+    model_name: str,
+    *,
+    precision: PrecisionName,
+    pins: Pins | None = None,
+    progress: Progress | None = None,
+) -> PlanDocument:
+    """``plan`` for a graph that was captured already."""
+    rows, seq = batch_rows(batch), batch_seq(batch) or 1
+    mixing = row_mixing(graph, seq)
+    if mixing is not None:
+        pins = _whole_batch(pins or Pins(), rows, mixing)
+    document = search(
+        graph,
+        cluster,
+        global_batch=rows,
+        seq=seq,
+        precision=precision,
+        pins=pins or Pins(),
+        model_name=model_name,
+        progress=progress or _silent,
+    )
+    notes = list(document.notes)
+    if mixing is not None:
+        notes.append(f"The batch is not split over data ranks or micro-batches: {mixing}.")
+    if graph.extra["random"]:
+        notes.append(
+            f"The model draws random numbers ({len(graph.extra['random'])} calls, dropout?). The plan stands, but "
+            "running it needs them off: set the dropout probabilities to 0 or call model.eval()."
+        )
+    return document.with_notes(tuple(notes))
+
+
+def _whole_batch(pins: Pins, rows: int, mixing: str) -> Pins:
+    if (pins.data or 1) > 1 or (pins.micro_batch or rows) != rows:
+        raise ModelError(
+            f"{mixing}, so the batch cannot be split over data ranks or micro-batches; leave both to autoplan"
+        )
+    return replace(pins, data=1, micro_batch=rows)
+
+
+def compile(
+    model: nn.Module,
+    cluster: Cluster | str,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    loss_fn: LossFn | None = None,
+    plan: PlanDocument | str | Path | None = None,
+    precision: PrecisionName | None = None,
+    pins: Pins | None = None,
+    clip_norm: float | None = None,
+    progress: Progress | None = None,
+) -> CompiledStep:
+    """A training step: ``step(batch) -> loss`` runs one optimizer step over the whole global batch on all ranks.
+
+    Call it on every rank (``torchrun train.py``, or a plain process for a cluster of one device). The first batch is
+    captured and planned for; later batches must have the same shapes.
+
+    model: on any device, with real weights, the same on every rank. Its weights are cut to each rank's part on the
+        first step;
+        ``step.state_dict()`` gives them back whole.
+    optimizer: ``factory(parameters) -> torch.optim.Optimizer``; AdamW by default. It is given this rank's parts, so
+        it must treat each element by itself.
+    plan: a plan made before (or its file), which must be for this model, batch and cluster.
+    clip_norm: clip the global gradient norm to this.
+
+    Raises what ``plan`` raises, FingerprintError, and DegreeError when the ranks are not as many as the cluster's
+    devices.
+    """
+    return CompiledStep(
+        model,
+        _cluster(cluster),
+        optimizer,
+        loss_fn,
+        _document(plan),
+        precision or _own_precision(model),
+        pins,
+        clip_norm,
+        progress or _silent,
+    )
+
+
+class CompiledStep:
+    """What ``compile`` returns. ``plan`` is None until the first batch has been seen."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        optimizer: OptimizerFactory | None,
+        loss_fn: LossFn | None,
+        document: PlanDocument | None,
+        precision: PrecisionName,
+        pins: Pins | None,
+        clip_norm: float | None,
+        progress: Progress,
+    ) -> None:
+        self._model, self._cluster, self._optimizer, self._loss_fn = model, cluster, optimizer, loss_fn
+        self._document, self._precision, self._pins = document, precision, pins
+        self._clip_norm, self._progress = clip_norm, progress
+        self._step: TrainStep | None = None
+        self._exit = ExitStack()
+
+    @property
+    def plan(self) -> PlanDocument | None:
+        return self._document
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimizer, for a learning-rate scheduler. Only after the first batch or ``prepare``."""
+        return self._ready().optimizer
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping."""
+        return None if self._step is None else self._step.last_grad_norm
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """One optimizer step. ``batch``: the global batch, the same on every rank. Returns its loss, the same on
+        every rank."""
+        if self._step is None:
+            self.prepare(batch)
+        leaves = {path: leaf for path, leaf in batch_leaves(batch) if isinstance(leaf, Tensor)}
+        return self._ready()(leaves)
+
+    def prepare(self, batch: Batch) -> CompiledStep:
+        """Capture, plan and rewrite for batches like this one, without training on it."""
+        self._join()
+        graph = unfold(capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision], folded=True))
+        self._document = self._agreed_plan(graph, batch)
+        self._step = build_step(
+            graph,
+            self._document,
+            module_source(self._model),
+            self._device,
+            self._timeout_s,
+            self._optimizer,
+            self._clip_norm,
+        )
+        return self
+
+    def _join(self) -> None:
+        """Be part of a process group: the caller's if there is one, otherwise ours, left again when this process
+        ends."""
+        settings = read_settings()
+        if dist.is_initialized():
+            self._device, self._timeout_s = local_device(settings.local_rank), settings.timeout_s
+        else:
+            joined = self._exit.enter_context(session(settings))
+            atexit.register(self._exit.close)  # a script that ends without close() still leaves the group
+            self._device, self._timeout_s = joined.device, joined.timeout_s
+        if dist.get_world_size() != self._cluster.size:
+            raise UserError(
+                f"{dist.get_world_size()} rank(s) are running, the cluster {self._cluster.name} has "
+                f"{self._cluster.size} devices; start as many: torchrun --nproc-per-node "
+                f"{self._cluster.devices_per_node} --nnodes {self._cluster.nodes} …"
+            )
+
+    def _agreed_plan(self, graph: Graph, batch: Batch) -> PlanDocument:
+        """Rank 0 plans; every rank gets the same text. A given plan is checked against what is here."""
+        here = fingerprint(graph, self._cluster, batch, type(self._model).__name__)
+        if self._document is not None:
+            self._document.plan.fingerprint.require(here)
+            return self._document
+        text, failure = "", ""
+        original: UserError | None = None
+        if dist.get_rank() == 0:
+            try:
+                text = plan_graph(
+                    graph,
+                    self._cluster,
+                    batch,
+                    here.model_name,
+                    precision=self._precision,
+                    pins=self._pins,
+                    progress=self._progress,
+                ).to_json()
+            except UserError as error:
+                failure, original = str(error), error
+        text, failure = _broadcast_text((text, failure), self._device)
+        if failure:
+            raise original or UserError(failure)
+        return PlanDocument.from_json(text, "the plan of rank 0")
+
+    def _ready(self) -> TrainStep:
+        if self._step is None:
+            raise UserError("nothing is compiled yet: call step(batch) or step.prepare(batch) first")
+        return self._step
+
+    def save(self, path: str | Path) -> None:
+        """Write parameters, optimizer state and step count so that any plan can load them. Call on every rank."""
+        checkpoint.save(self._ready(), path)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from ``save``, under this or another plan. Call on every rank, after the first batch or
+        ``prepare``."""
+        checkpoint.load(self._ready(), path)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This stage's whole parameters by name (all of them when the plan has one stage). Call on every rank."""
+        return self._ready().store.full_state_dict()
+
+    def close(self) -> None:
+        """Leave the process group that ``compile`` joined."""
+        self._exit.close()
+
+    def __enter__(self) -> CompiledStep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def build_step(
+    graph: Graph,
+    document: PlanDocument,
+    source: Callable[[str], Tensor],
+    device: torch.device,
+    timeout_s: float,
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+) -> TrainStep:
+    """Rewrite an unfolded graph for this rank and make its step. All ranks of the default process group call this."""
+    if graph.extra["random"]:
+        raise ModelError(
+            f"the model draws random numbers in {len(graph.extra['random'])} calls "
+            f"({', '.join(graph.extra['random'][:3])}, …), which would differ between plans. "
+            "Set its dropout probabilities to 0 or call model.eval()."
+        )
+    plan = document.plan
+    axes = build_axes(plan.degrees, device, timeout_s)
+    names = axes.group_names
+    groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
+    program = rewrite(graph, plan, axes.coordinate, groups, device)
+    store = ParamStore(program, axes, source)
+    return TrainStep(program, store, plan, axes, graph.inputs, optimizer, max_norm=clip_norm)
+
+
+def fingerprint(graph: Graph, cluster: Cluster, batch: Batch, model_name: str) -> Fingerprint:
+    """What a plan made here and now would be for."""
+    return Fingerprint(
+        model=graph.structure,
+        model_name=model_name,
+        global_batch=batch_rows(batch),
+        seq=batch_seq(batch) or 1,
+        cluster=cluster.fingerprint(),
+        cluster_name=cluster.name,
+    )
+
+
+def _cluster(cluster: Cluster | str) -> Cluster:
+    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+
+
+def _document(plan: PlanDocument | str | Path | None) -> PlanDocument | None:
+    return PlanDocument.load(plan) if isinstance(plan, (str, Path)) else plan
+
+
+def _own_precision(model: nn.Module) -> PrecisionName:
+    for param in model.parameters():
+        for name, dtype in DTYPES.items():
+            if param.dtype == dtype:
+                return name
+    raise ModelError("the model has no parameter of float32, bfloat16 or float64; say precision=…")
+
+
+def _broadcast_text(texts: tuple[str, str], device: torch.device) -> tuple[str, str]:
+    """Rank 0's two texts on every rank, as bytes: nothing is unpickled."""
+    data = "\0".join(texts).encode()
+    length = torch.tensor([len(data)], device=device)
+    dist.broadcast(length, 0)
+    buffer = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, 0)
+    first, _, second = bytes(buffer.cpu().tolist()).decode().partition("\0")
+    return first, second
+
+
+def _silent(_: str) -> None:
+    return None
