@@ -28,11 +28,15 @@ from ortools.math_opt.python import mathopt
 
 __all__ = ["BACKENDS", "Backend", "Program", "Solution", "Status", "solve"]
 
-Backend = Literal["highs", "cp-sat"]
+Backend = Literal["highs", "cp-sat", "glop"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
-BACKENDS: tuple[Backend, ...] = ("highs", "cp-sat")
-_TYPE: Mapping[Backend, Any] = {"highs": mathopt.SolverType.HIGHS, "cp-sat": mathopt.SolverType.CP_SAT}
+BACKENDS: tuple[Backend, ...] = ("highs", "cp-sat")  # for integers; "glop" is for relaxations only
+_TYPE: Mapping[Backend, Any] = {
+    "highs": mathopt.SolverType.HIGHS,
+    "cp-sat": mathopt.SolverType.CP_SAT,
+    "glop": mathopt.SolverType.GLOP,
+}
 
 # What a back end's way of ending means here. A reason that is not listed is an error: the program is malformed.
 _STATUS: Mapping[Any, Status] = {
@@ -147,14 +151,16 @@ def solve(
     relax: bool = False,
 ) -> Solution:
     """Solve ``program``. ``hint`` is a (partial) solution to start from (cp-sat uses it, highs does not);
-    ``relax`` drops the integrality and gives a lower bound.
+    ``relax`` drops the integrality and gives a lower bound (by ``glop``, whatever the back end).
 
     With ``relative_gap`` a solution proved to be within it is called optimal too; ``bound`` says what was proved.
     """
     started = time.perf_counter()
     integer = [False] * len(program.integer) if relax else program.integer
     if relax:
-        backend = "highs"
+        backend = "glop"
+    elif backend == "glop" and any(integer):
+        raise ValueError("glop solves no integers; give relax=True, or another back end")
     model = mathopt.Model.from_model_proto(_proto(program, integer))
     hints = []
     if hint is not None and not relax:
@@ -167,6 +173,8 @@ def solve(
         absolute_gap_tolerance=None if relax else 0.0,
         random_seed=0,
     )
+    if backend == "glop":  # three times as fast as the primal simplex on programs like ours
+        parameters.lp_algorithm = mathopt.LPAlgorithm.DUAL_SIMPLEX
     if backend == "cp-sat":  # without a linear relaxation it proves nothing on programs like ours
         parameters.cp_sat.linearization_level = 2
     result = mathopt.solve(
