@@ -103,8 +103,17 @@ def _state(step: TrainStep) -> Iterator[tuple[str, Tensor]]:
         for key, value in _optimizer_state(step, held).items():
             scalar = _is_scalar(held, key, list(value.shape))
             yield f"optimizer.{name}.{key}", value if scalar else _as_dtensor(store, held, value)
+    updated = _updated_buffers(store)
     for name, buffer in zip(store.buffer_names, store.buffers, strict=True):
-        yield f"model.{name}", buffer
+        if name in store.updated_buffers or name not in updated:
+            yield f"model.{name}", buffer
+
+
+def _updated_buffers(store: ParamStore) -> set[str]:
+    """Buffers that a step changes, of all stages: each stage has every buffer, but only one keeps it up to date."""
+    everywhere: list[tuple[str, ...]] = [()] * store.axes.degrees.pipe
+    dist.all_gather_object(everywhere, store.updated_buffers, group=store.axes.groups["pipe"])
+    return {name for names in everywhere for name in names}
 
 
 def _targets(

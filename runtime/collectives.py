@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoplan.runtime.pieces import chunk_rows, row_range
+from autoplan.rewrite.collectives import chunk_rows
+from autoplan.runtime.pieces import row_range
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 IN_FLIGHT = 4
@@ -92,7 +93,7 @@ def reduce_scatter_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
                 offset = 0
                 for i in run:
                     rows, *rest = tensors[i].shape
-                    width = chunk_rows(rows, degree) * math.prod(rest)
+                    width = chunk_rows((rows,), degree) * math.prod(rest)
                     start, end = row_range(rows, degree, dist.get_rank(group))
                     shard = receive[offset : offset + (end - start) * math.prod(rest)]
                     # A clone where several share the bucket: a view would keep all of it alive.
@@ -124,7 +125,7 @@ def all_gather_rows(shards: Sequence[Tensor], outputs: Sequence[Tensor], group: 
                 offset = 0
                 for i in run:
                     rows, *rest = outputs[i].shape
-                    width = chunk_rows(rows, degree) * math.prod(rest)
+                    width = chunk_rows((rows,), degree) * math.prod(rest)
                     padded = receive.view(degree, -1)[:, offset : offset + width].reshape(-1, *rest)
                     outputs[i].copy_(padded[:rows])
                     offset += width
@@ -144,7 +145,7 @@ def all_gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def _padded(tensor: Tensor, degree: int) -> Tensor:
     """(degree, elements of one chunk): the tensor's rows, zero rows added so that the chunks are equal."""
     rows, *rest = tensor.shape
-    size = chunk_rows(rows, degree)
+    size = chunk_rows((rows,), degree)
     if size * degree != rows:
         tensor = torch.cat([tensor, tensor.new_zeros(size * degree - rows, *rest)])
     return tensor.reshape(degree, size * math.prod(rest))
@@ -153,7 +154,7 @@ def _padded(tensor: Tensor, degree: int) -> Tensor:
 def _line(shard: Tensor, output: Tensor, degree: int) -> Tensor:
     """A shard laid out flat, padded to the length that all ranks send."""
     rows, *rest = output.shape
-    width = chunk_rows(rows, degree) * math.prod(rest)
+    width = chunk_rows((rows,), degree) * math.prod(rest)
     flat = shard.reshape(-1)
     return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
 

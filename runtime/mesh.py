@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.cost_models.mesh import AXES
 from autoplan.errors import DegreeError
 from autoplan.plan import Degrees
 from autoplan.rewrite.program import Coordinate
 
+AXES = ("pipe", "data", "tensor")
 STAGE = "stage"  # the group of all ranks of one pipeline stage: data and tensor axes together
 
 

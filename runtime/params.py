@@ -6,10 +6,11 @@ DTensors for everything else, ``full_tensor`` gathers anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -54,6 +55,7 @@ class ParamStore:
         self.params = tuple(self._hold(spec, source(spec.name)) for spec in program.params)
         self.buffer_names = program.buffers
         self.buffers = [source(name).detach().to(axes.device, copy=True) for name in program.buffers]
+        self.updated_buffers = program.buffer_updates
 
     def _hold(self, spec: ParamSpec, full: Tensor) -> HeldParam:
         if tuple(full.shape) != spec.shape:
@@ -101,6 +103,19 @@ class ParamStore:
     def owns(self, held: HeldParam) -> bool:
         """Whether this stage speaks for the parameter: where stages share one, the first of them."""
         return self.stage == min((self.stage, *held.spec.tied_stages))
+
+    def update_buffers(self, values: Sequence[Tensor]) -> None:
+        """Take the new values of ``StageProgram.buffer_updates``. New tensors: a backward still reads the old ones."""
+        for name, value in zip(self.updated_buffers, values, strict=True):
+            self.buffers[self.buffer_names.index(name)] = value
+
+    def agree_on_buffers(self) -> None:
+        """Give every data rank the buffers of the first, as DistributedDataParallel does: each saw other rows."""
+        group = self.axes.groups["data"]
+        for name in self.updated_buffers if group.size() > 1 else ():
+            index = self.buffer_names.index(name)
+            self.buffers[index] = self.buffers[index].contiguous()
+            dist.broadcast(self.buffers[index], group_src=0, group=group)
 
     def publish(self) -> None:
         """Bring the values up to the masters: round where the dtypes differ, gather the rows of other data ranks."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autoplan.rewrite.collectives import shard_rows
 from autoplan.sharding.placement import Placement
 
 
@@ -34,12 +35,7 @@ def _split(tensor: Tensor, dim: int, *parts: int) -> Tensor:
     return tensor.reshape(*tensor.shape[:dim], *parts, rest, *tensor.shape[dim + 1 :])
 
 
-def chunk_rows(rows: int, degree: int) -> int:
-    """Rows of every chunk but the last ones, which are short or empty: torch.chunk's rule, which DTensor follows."""
-    return -(-rows // degree)
-
-
 def row_range(rows: int, degree: int, rank: int) -> tuple[int, int]:
-    """First row and end row of a rank's chunk."""
-    size = chunk_rows(rows, degree)
-    return min(rank * size, rows), min((rank + 1) * size, rows)
+    """First row and end row of a rank's chunk: torch.chunk's, the last may be short or empty."""
+    first, count = shard_rows((rows,), rank, degree)
+    return first, first + count

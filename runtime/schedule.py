@@ -44,35 +44,30 @@ class StageRunner:
     def tangent(self, index: int) -> Tensor:
         return self._tangents[index]
 
-    def _common(self, index: int) -> list[Tensor]:
-        return [*self._store.values, *self._store.buffers, *self._inputs[index]]
-
     def forward(self, index: int, activations: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """(outputs, saved) of one micro-batch."""
-        results = self._forward([*self._common(index), *activations])
-        count = len(self._program.outputs)
+        """(outputs, what the backward needs) of one micro-batch."""
+        program, buffers = self._program, list(self._store.buffers)
+        results = self._forward([*self._store.values, *buffers, *self._inputs[index], *activations])
         if any(result is None for result in results):
-            raise LegalityError(
-                f"the forward graph of stage {self._program.stage} returns None; it must return tensors"
-            )
+            raise LegalityError(f"the forward graph of stage {program.stage} returns None; it must return tensors")
         tensors = [result for result in results if result is not None]
-        return tuple(tensors[:count]), tensors[count:]
+        count = len(program.outputs)
+        end = len(tensors) - len(program.buffer_updates)
+        self._store.update_buffers(tensors[end:])
+        # The backward sees the buffers that this forward saw, not those that later micro-batches leave.
+        return tuple(tensors[:count]), [*buffers, *tensors[count:end]]
 
     def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients of the activations; those of the parameters are added up. Empties ``saved``."""
-        arguments = [*self._common(index), *saved, *gradients]
+        buffers = len(self._store.buffers)
+        arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
         saved.clear()
         foreign = storages(arguments)
         results = self._backward(arguments)
-        count = sum(differentiable(spec) for spec in self._program.activations)
+        count = sum(spec.grad for spec in self._program.activations)
         passed = [g for g in results[:count] if g is not None]
         self._gradients.add(results[count:], foreign | storages(passed))
         return results[:count]
-
-
-def differentiable(spec: ValueSpec) -> bool:
-    """Integer and boolean boundary values have no gradient: the calling convention leaves them out of both lists."""
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 class LoopSchedule:
@@ -100,9 +95,7 @@ class _StageFunction(torch.autograd.Function):
         # An output that shares memory with a receive buffer would be overwritten by the next receive into it.
         received = storages(activations)
         outputs = tuple((o.clone() if o.untyped_storage().data_ptr() in received else o).contiguous() for o in outputs)
-        ctx.mark_non_differentiable(
-            *(o for o, spec in zip(outputs, module.outputs, strict=True) if not differentiable(spec))
-        )
+        ctx.mark_non_differentiable(*(o for o, spec in zip(outputs, module.outputs, strict=True) if not spec.grad))
         return outputs
 
     @staticmethod
@@ -112,9 +105,9 @@ class _StageFunction(torch.autograd.Function):
         if module.last:
             given = [module.runner.tangent(index)]  # the schedule's own is 1: the loss is not scaled before
         else:
-            given = [g for g, spec in zip(gradients, module.outputs, strict=True) if differentiable(spec)]
+            given = [g for g, spec in zip(gradients, module.outputs, strict=True) if spec.grad]
         found = iter(module.runner.backward(index, saved, given))
-        passed = [next(found) if differentiable(spec) else None for spec in module.activations]
+        passed = [next(found) if spec.grad else None for spec in module.activations]
         return (None, None, None, *(None if g is None else g.contiguous() for g in passed))
 
 
@@ -174,4 +167,4 @@ def build_schedule(
 
 
 def _example(spec: ValueSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=differentiable(spec))
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.grad)

@@ -2,13 +2,14 @@
 
 The objective is ``Σ w[m, r] · loss[m, r]`` over micro-batches m and data ranks r. ``w = W / ΣW``, where W counts what
 the loss is a mean over (tokens that are not ignored): then the objective is the mean over the whole batch, however it
-is cut. Where the program has no such count every micro-batch weighs the same. Each w is the tangent of its
-micro-batch, so gradients over micro-batches and data ranks are plain sums.
+is cut. Where the program has no such count every micro-batch weighs the same (1 each where the loss is a sum). Each w
+is the tangent of its micro-batch, so gradients over micro-batches and data ranks are plain sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from autoplan.runtime.optimizer import OptimizerFactory, build_optimizer
 from autoplan.runtime.params import ParamStore
 from autoplan.runtime.schedule import StageRunner, build_schedule
 
+LossKind = Literal["tokens", "mean", "sum", "mixed"]
+
 
 class TrainStep:
     """``step(batch) -> loss``. Every rank calls it with the whole global batch and gets the same loss."""
@@ -40,9 +43,17 @@ class TrainStep:
         *,
         max_norm: float | None = None,
         elementwise: bool = False,
+        loss_kind: LossKind = "mean",  # Graph.loss_kind
     ) -> None:
         self.program, self.store, self.plan, self.axes = program, store, plan, axes
         self.max_norm = max_norm
+        self._loss_kind = loss_kind
+        parts = plan.micro_batches * plan.degrees.data
+        if loss_kind == "mixed" and parts > 1:
+            raise BatchError(
+                f"the loss is computed from the whole batch at once, and this plan cuts it into {parts} parts; plan "
+                "with data 1 and one micro-batch"
+            )
         self.optimizer = build_optimizer(store, optimizer, elementwise=elementwise)  # schedulers attach to it
         self.steps = 0
         self.last_grad_norm: float | None = None
@@ -66,6 +77,7 @@ class TrainStep:
             clip(self.store, norm, self.max_norm)
         self.optimizer.step()
         self.store.publish()
+        self.store.agree_on_buffers()
         self._gradients.clear()
         self._runner.load((), ())  # the batch is the caller's again
         self.steps += 1
@@ -102,7 +114,8 @@ class TrainStep:
         count, data = len(leaves), self.axes.degrees.data
         device = self.axes.device
         if self.program.weight is None:
-            return torch.full((count,), 1.0 / (count * data), dtype=torch.float64, device=device)
+            weight = 1.0 if self._loss_kind == "sum" else 1.0 / (count * data)
+            return torch.full((count,), weight, dtype=torch.float64, device=device)
         counted = torch.stack([_only(self.program.weight(*own)).to(torch.float64).reshape(()) for own in leaves])
         total = counted.sum()
         dist.all_reduce(total, group=self.axes.groups["data"])

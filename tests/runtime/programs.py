@@ -94,6 +94,7 @@ class Case:
     schedule: str = "1f1b"
     precision: str = "fp64"
     weighted: bool = True
+    moving: bool = False  # each forward multiplies ``shift`` by 1.5
 
     @property
     def rows(self) -> int:
@@ -181,6 +182,9 @@ class Case:
         def out(gradient: Any, name: str) -> Any:
             return scatter(gradient) if self.zero >= 2 and pieces[name] else gradient
 
+        def update(shift: Any) -> tuple[Any, ...]:
+            return (shift * 1.5,) if self.moving else ()
+
         def forward(*args: Any) -> Any:
             params, (shift, x, labels), rest = (
                 args[: len(specs)],
@@ -193,14 +197,14 @@ class Case:
                 else rest[0]
             )
             if not last:
-                return h, h
+                return h, (labels >= 0).to(torch.int64), h, *update(shift)
             y = h @ (whole(params, two) if self.tied else whole(params, two).t())
             y = (sum_tensor(y) if tensor else y) + whole(params, "b2")
             log_p = torch.log_softmax(params[position["scale"]] * y, dim=1)
-            counts = (labels >= 0).to(log_p.dtype)
+            counts = ((labels >= 0) if first else rest[1]).to(log_p.dtype)
             picked = log_p.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
             loss = -(picked * counts).sum() / counts.sum()
-            return (loss, h, y, log_p)
+            return loss, h, y, log_p, *(update(shift) if first else ())
 
         def backward(*args: Any) -> Any:
             params, (_, x, labels), rest = args[: len(specs)], args[len(specs) : len(specs) + 3], args[len(specs) + 3 :]
@@ -232,21 +236,23 @@ class Case:
         boundary = ValueSpec(
             name="h", shape=(self.micro_batch, local_hidden), dtype=self.dtype, placement=S(1, self.blocks)
         )
+        counts = ValueSpec(name="counts", shape=(self.micro_batch,), dtype=torch.int64, placement=R, grad=False)
         loss = ValueSpec(name="loss", shape=(), dtype=self.dtype, placement=R)
         count = len(specs) + 3
         return StageProgram(
             stage=stage,
             stages=pipe,
-            forward=traced(forward, count + (0 if first else 1)),
+            forward=traced(forward, count + (0 if first else 2)),
             backward=traced(backward, count + (4 if last else 2)),
             params=specs,
             buffers=("shift",),
             inputs=("x", "labels"),
-            activations=() if first else (boundary,),
-            outputs=(loss,) if last else (boundary,),
+            activations=() if first else (boundary, counts),
+            outputs=(loss,) if last else (boundary, counts),
             saved=(),
             weight=traced(lambda x, labels: (labels >= 0).sum(), 2) if self.weighted else None,
             redistributions=(),
+            buffer_updates=("shift",) if self.moving and first else (),
         )
 
     def step(self, axes: Axes, **options: Any) -> TrainStep:

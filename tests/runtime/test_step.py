@@ -103,6 +103,28 @@ def other_optimizers(rank: int, world: int) -> None:
         step({"x": torch.zeros(8, 3)})
 
 
-@pytest.mark.parametrize("scenario", [low_precision, other_optimizers])
+def buffers_and_sums(rank: int, world: int) -> None:
+    """Buffers move with every forward, each backward sees those of its forward; a summed loss is not averaged."""
+    for degrees in (Degrees(pipe=2), Degrees(data=2)):
+        case = Case(degrees=degrees, micro_batches=2, moving=True, weighted=False)
+        axes = axes_for(case)
+        step = case.step(axes, optimizer=adamw, loss_kind="sum")
+        loss, shift, batch = 0.0, torch.tensor(0.1, dtype=torch.float64), case.batch(0)
+        model = case.model()
+        for data in range(degrees.data):
+            shift = torch.tensor(0.1, dtype=torch.float64)
+            for index in range(2):
+                first = (data * 2 + index) * case.micro_batch
+                model.shift.copy_(shift)
+                loss += float(model(**{k: v[first : first + case.micro_batch] for k, v in batch.items()}))
+                shift = shift * 1.5
+        assert abs(float(step(batch)) - loss) < 1e-12
+        if axes.is_first_stage:
+            torch.testing.assert_close(step.store.buffers[0], shift, rtol=0, atol=1e-12)
+    with pytest.raises(BatchError, match="cuts it into 4 parts"):
+        case.step(axes, loss_kind="mixed")
+
+
+@pytest.mark.parametrize("scenario", [low_precision, other_optimizers, buffers_and_sums])
 def test_on_two_ranks(scenario: Callable[..., None], run_ranks: Callable[..., None]) -> None:
     run_ranks(scenario, 2)
