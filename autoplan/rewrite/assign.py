@@ -51,7 +51,7 @@ def layer_choices(
             f"layer {layer.index} of class {layer.class_id} has {len(names)} nodes"
         )
     nodes = [graph.node(name) for name in names]
-    legal = refine(nodes) if degree > 1 else None
+    legal = refine(n for n in nodes if not is_integer(n)) if degree > 1 else None
 
     def one(node: fx.Node, wanted: str) -> Choice | None:
         if is_integer(node):

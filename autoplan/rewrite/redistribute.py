@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoplan.capture.graph import Graph
+from autoplan.capture.graph import Graph, Layer
 from autoplan.errors import LegalityError
 from autoplan.plan import Plan
 from autoplan.rewrite.collectives import move
@@ -28,10 +28,16 @@ from autoplan.rewrite.state import (
 )
 from autoplan.sharding.placement import Placement
 
+Counted = tuple[Redistribution, int]  # with its unit
+
 
 def redistribute(state: State) -> State:
-    """Insert ``move`` calls in both graphs; ``redistributions`` lists them, without those of recomputed nodes."""
-    inserted = (*_insert(state, state.forward), *_insert(state, state.backward))
+    """Insert ``move`` calls in both graphs.
+
+    ``redistributions`` lists them, without those that only nodes made again ask for.
+    """
+    inserted = _insert(state, state.forward, frozenset())
+    inserted += _insert(state, state.backward, frozenset(inserted))
     for graph in (state.forward, state.backward):
         _drop_boundaries(graph)
     return replace(
@@ -51,9 +57,9 @@ def wanted(node: fx.Node) -> tuple[tuple[fx.Node, Placement], ...]:
     return tuple(zip(operands(node), node.meta["choice"].operands, strict=True))
 
 
-def _insert(state: State, graph: fx.Graph) -> list[tuple[Redistribution, int]]:
+def _insert(state: State, graph: fx.Graph, before: frozenset[Counted]) -> list[Counted]:
     moved: dict[tuple[fx.Node, Placement, int | None], fx.Node] = {}
-    inserted: list[tuple[Redistribution, int]] = []
+    counted: dict[fx.Node, Counted] = {}
     for node in list(graph.nodes):
         swaps: list[fx.Node] = []
         for i, (operand, placement) in enumerate(wanted(node)):
@@ -69,14 +75,17 @@ def _insert(state: State, graph: fx.Graph) -> list[tuple[Redistribution, int]]:
                     moved[key] = _move(state, graph, operand, have, placement)
                 moved[key].meta["unit"] = operand.meta["unit"] if ends else node.meta["unit"]
                 assert moved[key].meta["unit"] is not None
-                between = i < node.meta["between"] if ends else node.meta.get("between", False)
-                if not node.meta.get("again") and placement.kind != "P":
-                    unit = BETWEEN if between else moved[key].meta["unit"]
-                    inserted.append(((operand.meta["value"], str(have), str(placement)), unit))
             swaps.append(moved[key])
+            between = i < node.meta["between"] if ends else node.meta.get("between", False)
+            move_ = (operand.meta["value"], str(have), str(placement))
+            count = (move_, BETWEEN if between else moved[key].meta["unit"])
+            # A Partial made again is summed again, but was counted when forward summed it.
+            summed = operand.meta.get("again", False) and have.kind == "P" and count in before
+            if not (node.meta.get("again", False) or placement.kind == "P" or summed):
+                counted.setdefault(moved[key], count)
         if swaps:
             _swap(node, swaps)
-    return inserted
+    return list(counted.values())
 
 
 def _move(state: State, graph: fx.Graph, value: fx.Node, have: Placement, placement: Placement) -> fx.Node:
@@ -118,19 +127,20 @@ def check_priced(
 ) -> None:
     """Raise LegalityError unless the stages together insert, layer by layer, what the search priced.
 
-    ``priced`` gives, by strategy key, ``StrategyCost.redistributions`` in the names of any one layer of the class.
-               Names are
-    compared by their place in the layer. Moves between layers whose boundaries differ are the outer program's and are
-    not looked at, nor are slices (R to S), which cost nothing.
+    ``priced`` gives, by strategy key, ``StrategyCost.redistributions`` in the names of the class's first layer. Names
+    are compared by their place in the layer. Moves between layers whose boundaries differ are the outer program's and
+    are not looked at, nor are cuts of side values, buffers and inputs, which cost nothing.
     """
     found: dict[int, list[Redistribution]] = {layer.index: [] for layer in graph.layers}
     for program in programs:
         for move_, unit in zip(program.redistributions, program.redistribution_layers, strict=True):
             if unit != BETWEEN:
                 found[unit].append(move_)
+    first: dict[str, Layer] = {}
     for layer in graph.layers:
-        asked = _placed(priced.get(plan.layers[layer.index].strategy, ()), graph, layer.class_id)
-        inserted = _placed(found[layer.index], graph, layer.class_id)
+        first.setdefault(layer.class_id, layer)
+        asked = _placed(priced.get(plan.layers[layer.index].strategy, ()), graph, first[layer.class_id])
+        inserted = _placed(found[layer.index], graph, layer)
         if asked != inserted:
             raise LegalityError(
                 f"redistribute: in layer {layer.index} of class {layer.class_id} the rewrite inserts "
@@ -138,22 +148,16 @@ def check_priced(
             )
 
 
-def _placed(moves: Sequence[Redistribution], graph: Graph, class_id: str) -> Counter[tuple[str, str, str]]:
-    """``moves`` that cost something.
-
-    With every value named by its place in a layer of the class (the same for each of them).
-    """
-    places: dict[str, str] = {}
-    for layer in graph.layers:
-        if layer.class_id == class_id:
-            kinds = {
-                "input": layer.inputs,
-                "gradient": layer.grads_in,
-                "parameter": tuple(graph.param(p).placeholder for p in layer.params),
-                "node": layer.forward + layer.backward,
-            }
-            places |= {name: f"{kind} {i}" for kind, names in kinds.items() for i, name in enumerate(names) if name}
-    return Counter((places.get(name, name), src, dst) for name, src, dst in moves if src != "R")
+def _placed(moves: Sequence[Redistribution], graph: Graph, layer: Layer) -> Counter[tuple[str, str, str]]:
+    """``moves`` of what belongs to ``layer``, every value named by its place there: alike for layers of one class."""
+    kinds = {
+        "input": layer.inputs,
+        "gradient": layer.grads_in,
+        "parameter": tuple(graph.param(p).placeholder for p in layer.params),
+        "node": layer.forward + layer.backward,
+    }
+    places = {name: f"{kind} {i}" for kind, names in kinds.items() for i, name in enumerate(names) if name}
+    return Counter((places[name], src, dst) for name, src, dst in moves if name in places)
 
 
 def _text(moves: Counter[tuple[str, str, str]]) -> str:

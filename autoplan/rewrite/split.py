@@ -245,10 +245,10 @@ class _Backward(_Builder):
             return self.side(node)
         if name in self.made:
             return self.made[name]
-        if (name, layer.index) in self.again:
-            return self.again[name, layer.index]
         if name not in self.random and self.from_params(node):
             return self.remake(node, layer)
+        if (name, layer.index) in self.again:
+            return self.again[name, layer.index]
         return self.save(node, layer, asked)
 
     def from_params(self, node: fx.Node) -> bool:
