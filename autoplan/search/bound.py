@@ -1,12 +1,14 @@
-"""What no plan of a candidate can beat, by dynamic programming and Lagrange's dual; milliseconds, so that it runs on every candidate.
+"""What no plan of a candidate can beat, by dynamic programming and Lagrange's dual; in milliseconds, for every one.
 
-The integer program alone proves little about cuts: its relaxation spreads 32 layers over 7 stages as 4.57 each, and stages are so alike
-that branching does not end. A dynamic program over layers, cuts and boundary groups knows that some stage has 5, and what its
-sends and changes of placement cost at least. Memory enters by prices: for any λ ≥ 0, layers that fit into ``room`` bytes take at least
+The integer program alone proves little about cuts: its relaxation spreads 32 layers over 7 stages as 4.57 each, and
+stages are so alike that branching does not end. A dynamic program over layers, cuts and boundary groups knows that
+some stage has 5, and what its sends and changes of placement cost at least. Memory enters by prices: for any λ ≥ 0,
+layers that fit into ``room`` bytes take at least
 
     min over rows of Σ_layers (time + λ bytes) - λ room
 
-so the largest over a grid of λ is a bound too. Σ τ, max τ and max E are bounded apart; their combination bounds the step.
+so the largest over a grid of λ is a bound too. Σ τ, max τ and max E are bounded apart; their combination bounds the
+step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy.typing as npt
 from autoplan.cost_models.pipeline import in_flight
 from autoplan.search.chain import Chain
 from autoplan.search.layer_row import Row, Setting
-from autoplan.search.partition import interval_max
+from autoplan.search.partition import best_cuts, interval_max
 from autoplan.search.rows import group_key
 from autoplan.search.step_model import Change, change
 
@@ -46,7 +48,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Clock:
-    """One way to add up time: which part of a row, of a change, and of the sends at a boundary, on either side of it."""
+    """One way to add up time: which part of a row, of a change, and of the sends on either side of a boundary."""
 
     row: Callable[[Row], float]
     change: Callable[[Change], float]
@@ -62,7 +64,7 @@ _END = _Clock(row=lambda r: r.end_us, change=lambda c: 0.0, sends=0.0)
 def bounds(
     chain: Chain, rows: Mapping[str, Sequence[Row]], setting: Setting, *, memory: bool = True, cutoff_us: float = inf
 ) -> Bounds:
-    """Lower bounds. ``memory``: False where it cannot bind. Stages too slow for a step of ``cutoff_us`` are not looked at."""
+    """Lower bounds. ``memory``: False where it cannot bind. Stages too slow for ``cutoff_us`` are left out."""
     model = _Model(chain, rows, setting, memory, cutoff_us)
     micro = model.stage_costs(_MICRO)
     sum_us = model.best(micro, np.add)
@@ -71,12 +73,14 @@ def bounds(
     else:
         bottlenecks_us = tuple(model.best(model.stage_costs(clock), np.maximum) for clock in (_FORWARD, _BACKWARD))
     end_us = model.best(model.stage_costs(_END), np.maximum)
-    step_us = sum_us + (setting.micro_batches - 1) * sum(bottlenecks_us) + end_us
+    step_us = inf
+    if max(sum_us, *bottlenecks_us, end_us) < inf:
+        step_us = sum_us + (setting.micro_batches - 1) * sum(bottlenecks_us) + end_us
     return Bounds(sum_us=sum_us, bottlenecks_us=bottlenecks_us, end_us=end_us, step_us=step_us)
 
 
 class _Model:
-    """The candidate as arrays. Axes: f distinct numbers in flight, i first layer, j end, a first group, b last group, λ prices."""
+    """The candidate as arrays. Axes: f in flight, i first layer, j end, a first group, b last group, λ prices."""
 
     def __init__(
         self, chain: Chain, rows: Mapping[str, Sequence[Row]], setting: Setting, memory: bool, cutoff_us: float
@@ -96,10 +100,12 @@ class _Model:
         limit = setting.cluster.memory_bytes
         least = [min(r.transient_bytes for r in rows[c]) for c in chain.depth]
         buffers = [min(r.buffers_bytes for r in rows[c]) for c in chain.depth]
-        self.room = limit - interval_max(np.array(least, dtype=np.float64)) - interval_max(np.array(buffers, dtype=np.float64))
+        self.room = (
+            limit - interval_max(np.array(least, dtype=np.float64)) - interval_max(np.array(buffers, dtype=np.float64))
+        )
 
     def stage_costs(self, clock: _Clock) -> Array:
-        """[f, i, j, before, b]: stage with layers i … j-1, entered from group ``before``, left by group b; sends included."""
+        """[f, i, j, before, b]: a stage of layers i … j-1, entered from group ``before``, left by b; with sends."""
         between, sends = self._boundaries(clock)
         inside = self._intervals(clock, between)
         entered = (inside[:, :, :, None, :, :] + between[:, None, :, :, None]).min(axis=4)  # over the first group
@@ -209,3 +215,17 @@ def _grouped(table: Sequence[Row]) -> list[list[Row]]:
 def _corners(rows: Sequence[Row]) -> list[Row]:
     """One row for each boundary key among them."""
     return list({group_key(row): row for row in rows}.values())
+
+
+def may_fit(chain: Chain, rows: Mapping[str, Sequence[Row]], setting: Setting) -> bool:
+    """False only where no plan fits: stages are filled with the least that their layers can hold."""
+    stages = setting.degrees.pipe
+    static = {c: np.array([float(r.static_bytes) for r in rows[c]]) for c in chain.classes}
+    held = {c: np.array([float(r.held_bytes) for r in rows[c]]) for c in chain.classes}
+    cost = np.empty((stages, len(chain.depth) + 1, len(chain.depth) + 1))
+    for stage in range(stages):
+        flights = in_flight(stage, stages, setting.micro_batches, setting.schedule)
+        least = {c: float((static[c] + flights * held[c]).min()) for c in chain.classes}
+        total = np.concatenate([[0.0], np.cumsum([least[c] for c in chain.depth])])
+        cost[stage] = total[None, :] - total[:, None]
+    return best_cuts(cost, np.maximum)[0] <= setting.cluster.memory_bytes

@@ -1,13 +1,14 @@
 """The stage program's answer by trying everything: a reference for tests, of any use only on a handful of layers.
 
-It shares with the program nothing but the step model: cuts come from ``combinations``, the layers of one run on one stage from
-``combinations_with_replacement`` (sorted by boundary placement, as in the program's space), and every plan is priced whole.
+It shares with the program nothing but the step model: cuts come from ``combinations``, the layers of one run on one
+stage from ``combinations_with_replacement`` (sorted by boundary placement, as in the program's space), and every plan
+is priced whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, combinations_with_replacement, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
 
 from autoplan.plan import Estimate, Proof
 from autoplan.search.chain import Chain
@@ -36,9 +37,6 @@ def brute_force(
 def _assignments(chain: Chain, rows: Mapping[str, Sequence[Row]], cuts: tuple[int, ...]) -> Iterator[tuple[Row, ...]]:
     """Rows for every layer; each piece of a run within a stage takes a multiset of its class's rows."""
     edges = sorted({*cuts, *(run.first for run in chain.runs), len(chain.depth)})
-    pieces = [
-        combinations_with_replacement(rows[chain.depth[first]], end - first)
-        for first, end in zip(edges, edges[1:], strict=False)
-    ]
+    pieces = [combinations_with_replacement(rows[chain.depth[first]], end - first) for first, end in pairwise(edges)]
     for choice in product(*pieces):
         yield tuple(row for piece in choice for row in piece)

@@ -1,7 +1,7 @@
 """What one layer costs under one decision: a strategy, a ZeRO stage and recompute, priced on one mesh.
 
-Each micro-batch pays ``forward`` and ``backward``; each step pays ``end`` once, after the last backward. With ``d`` data ranks, for the
-parameters ``P`` (bytes of one tensor rank) and gradients ``G`` of the layer (one bucket):
+Each micro-batch pays ``forward`` and ``backward``; each step pays ``end`` once, after the last backward. With ``d``
+data ranks, for the parameters ``P`` (bytes of one tensor rank) and gradients ``G`` of the layer (one bucket):
 
     zero   each micro-batch                              at the end of the step
     0      -                                             all-reduce G
@@ -10,18 +10,18 @@ parameters ``P`` (bytes of one tensor rank) and gradients ``G`` of the layer (on
     3      all-gather P behind the forward;              optimizer on 1/d
            all-gather P, reduce-scatter G behind backward
 
-*Behind* means that only what is longer than the layer's own computing is exposed: its neighbour in the pipeline of prefetches computes
-about as long. The end of the step hides nothing, except ``Setting.end_overlap`` of the data axis. A deferred gradient is summed over
-the tensor axis at the end of the step.
+*Behind* means that only what is longer than the layer's own computing is exposed: its neighbour in the pipeline of
+prefetches computes about as long. The end of the step hides nothing, except ``Setting.end_overlap`` of the data axis.
+A deferred gradient is summed over the tensor axis at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.collective import collective_time_us
+from autoplan.cost_models.collective import Algorithm, collective_algorithms, collective_time_us
 from autoplan.cost_models.compute import op_time_us
 from autoplan.cost_models.memory import Precision, shard_elements, state_bytes
 from autoplan.plan import Degrees, Recompute, Schedule
@@ -32,7 +32,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """What is fixed before layers are decided: one candidate of the space, on one cluster."""
 
@@ -44,20 +44,35 @@ class Setting:
     precision: Precision
     end_overlap: float = 0.0  # fraction of the end-of-step data communication that the runtime hides
 
+    # (collective, axis) -> (alpha, beta) of each algorithm that is best somewhere; the axis "stages" is neighbours
+    # in the pipeline
+    _lines: dict[tuple[str, str], tuple[tuple[float, float], ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
     def collective_us(self, kind: str, axis: str, size_bytes: int) -> float:
         """``size_bytes`` as in ``collective_time_us``: the whole tensor that the group works on."""
-        if self.degrees.mesh.degree(axis) == 1 or size_bytes == 0:
+        if size_bytes == 0 or getattr(self.degrees, axis) == 1:
             return 0.0
-        group = self.degrees.mesh.group_shape(axis, self.cluster)
-        return float(collective_time_us(kind, size_bytes, group, self.cluster))
+        if (kind, axis) not in self._lines:
+            group = self.degrees.mesh.group_shape(axis, self.cluster)
+            self._lines[kind, axis] = _lines(collective_algorithms(kind, group, self.cluster))
+        return min(alpha + beta * size_bytes for alpha, beta in self._lines[kind, axis])
 
     def send_us(self, size_bytes: int) -> float:
         """Between neighbouring stages, the slowest pair."""
-        if self.degrees.pipe == 1 or size_bytes == 0:
+        if size_bytes == 0 or self.degrees.pipe == 1:
             return 0.0
-        mesh = self.degrees.mesh
-        shapes = {mesh.send_shape(stage, self.cluster) for stage in range(self.degrees.pipe - 1)}
-        return max(float(collective_time_us("send", size_bytes, shape, self.cluster)) for shape in shapes)
+        if ("send", "stages") not in self._lines:
+            mesh = self.degrees.mesh
+            shapes = {mesh.send_shape(stage, self.cluster) for stage in range(self.degrees.pipe - 1)}
+            slowest = max(shapes, key=lambda shape: float(collective_time_us("send", 1e6, shape, self.cluster)))
+            self._lines["send", "stages"] = _lines(collective_algorithms("send", slowest, self.cluster))
+        return min(alpha + beta * size_bytes for alpha, beta in self._lines["send", "stages"])
+
+
+def _lines(algorithms: Iterable[Algorithm]) -> tuple[tuple[float, float], ...]:
+    return tuple((algorithm.alpha_us, algorithm.beta_us_per_byte) for algorithm in algorithms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,10 +198,8 @@ def _optimizer_us(optimizer_bytes: int, setting: Setting) -> float:
     return float(op_time_us(0, moved, policy.compute, setting.cluster.device, kind="memory"))
 
 
-def held_elsewhere(
-    chain: Chain, tables: Mapping[str, tuple[StrategyCost, ...]], pipe: int
-) -> dict[str, frozenset[str]]:
-    """For each class, the tied parameters that an earlier class holds in the same stage: sure only where there is one stage."""
+def held_elsewhere(chain: Chain, tables: Mapping[str, Sequence[StrategyCost]], pipe: int) -> dict[str, frozenset[str]]:
+    """For each class, the tied parameters that an earlier class of the same stage holds: sure only with one stage."""
     if pipe > 1:
         return dict.fromkeys(chain.classes, frozenset())
     seen: set[str] = set()

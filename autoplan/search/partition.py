@@ -1,8 +1,9 @@
-"""The best cuts of a chain whose layers are decided, by dynamic programming over ``cost[s, i, j]``: layers ``i … j-1`` on stage ``s``."""
+"""The best cuts of a chain whose layers are decided: a dynamic program over ``cost[s, i, j]``, layers i … j-1 on stage s."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from autoplan.cost_models.pipeline import in_flight
 from autoplan.search.chain import Chain
 from autoplan.search.layer_row import Row, Setting
-from autoplan.search.step_model import change
+from autoplan.search.step_model import Change, change
 
 Array = npt.NDArray[np.float64]
 
@@ -41,7 +42,13 @@ def cut_evenly(chain: Chain, rows: Sequence[Row], setting: Setting, *, fit: bool
     stages, layers = setting.degrees.pipe, len(rows)
     if stages == 1:
         return (0,)
-    changes = [change(a.cost, b.cost, chain, setting) for a, b in zip(rows, rows[1:], strict=False)]
+    known: dict[tuple[str, str], Change] = {}
+    changes = []
+    for a, b in pairwise(rows):
+        pair = (a.cost.strategy.key, b.cost.strategy.key)
+        if pair not in known:
+            known[pair] = change(a.cost, b.cost, chain, setting)
+        changes.append(known[pair])
     inner = np.array([0.0, *(c.forward_us + c.backward_us for c in changes)])
     send = np.array([0.0, *(c.send_us for c in changes), 0.0])
     time = np.concatenate([[0.0], np.cumsum(np.array([r.forward_us + r.backward_us for r in rows]) + inner)])

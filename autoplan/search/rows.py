@@ -1,4 +1,4 @@
-"""The rows that a class may take at one candidate: priced, agreed, and without those that another is never worse than."""
+"""The rows that a class may take at one candidate: priced, in agreement, and without those that another always beats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group_key(row: Row) -> GroupKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """Layers that must decide one thing alike: ``tied`` names a parameter with two uses, ``skip`` a value that passes over layers."""
+    """One thing that layers must decide alike: ``tied`` names a parameter with two uses, ``skip`` a value."""
 
     tied: str = ""
     skip: Skip | None = None
@@ -71,7 +71,7 @@ def rows_of(
 
 
 def undominated(rows: Sequence[Row], agreed: Sequence[Agreement], *, memory: bool = True) -> tuple[Row, ...]:
-    """Without the rows that another of the same boundary and agreement matches or beats in every respect; order is kept.
+    """Without the rows that another of the same boundary and agreement matches or beats in everything; in order.
 
     ``memory``: False leaves bytes out of the comparison, for candidates in which memory cannot bind.
     """
@@ -85,7 +85,7 @@ def undominated(rows: Sequence[Row], agreed: Sequence[Agreement], *, memory: boo
         no_worse = (costs[:, None, :] <= costs[None, :, :]).all(axis=2)
         equal = no_worse & no_worse.T
         earlier = np.tri(len(members), k=-1, dtype=bool).T  # of equal rows the first stays
-        beaten = (no_worse & (~equal | earlier)).any(axis=0)
+        beaten: list[bool] = (no_worse & (~equal | earlier)).any(axis=0).tolist()
         kept.extend(member for member, lost in zip(members, beaten, strict=True) if not lost)
     return tuple(rows[i] for i in sorted(kept))
 

@@ -1,11 +1,11 @@
-"""The candidates: every way to lay a cluster's devices out over pipe, data and tensor, with every micro-batch that divides.
+"""The candidates: every way to lay devices out over pipe, data and tensor, with every micro-batch that divides.
 
     pipe × data × tensor = devices          pipe ≤ layers; tensor divides something in the model
     data × micro_batch × micro_batches = global batch
 
-Where there are at least as many micro-batches as stages the schedule is 1F1B; GPipe takes as long and holds more activations, so it is
-left to the candidates that 1F1B cannot run. What is left out is kept with its reason. Pins narrow the space; a pin that leaves
-nothing is refused with the choices that there are.
+Where there are at least as many micro-batches as stages the schedule is 1F1B; GPipe takes as long and holds more
+activations, so it is left to the candidates that 1F1B cannot run. What is left out is kept with its reason. Pins
+narrow the space; a pin that leaves nothing is refused with the choices that there are.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def _meshes(
         )
     if pins.tensor is not None and not divides(pins.tensor):
         raise DegreeError(
-            f"tensor {pins.tensor} divides no dim of any parameter; use one of {_list(d for d in choices if divides(d))}"
+            f"tensor {pins.tensor} divides no dim of any parameter; "
+            f"use one of {_list(d for d in choices if divides(d))}"
         )
     meshes = []
     for pipe in choices:
@@ -162,15 +163,15 @@ def _refuse_batch(meshes: list[Degrees], global_batch: int, pins: Pins) -> None:
     if pins.micro_batch is not None and all(global_batch // d % pins.micro_batch for d in degrees):
         choices = {size for d in degrees for size in divisors(global_batch // d)}
         raise BatchError(
-            f"micro-batch {pins.micro_batch} does not divide the {_list(global_batch // d for d in degrees)} rows of a data "
-            f"rank; use one of {_list(choices)}"
+            f"micro-batch {pins.micro_batch} does not divide the {_list(global_batch // d for d in degrees)} rows of a "
+            f"data rank; use one of {_list(choices)}"
         )
     micro = pins.micro_batch or 1
     choices = {d.pipe for d in meshes if global_batch % (d.data * micro) == 0}
     most = max(global_batch // d // micro for d in degrees)
     raise DegreeError(
-        f"1f1b needs at least as many micro-batches as stages: pipe {_list(choices)} with at most {most} micro-batches of "
-        f"{micro}. Use pipe up to {most}, a smaller micro-batch, a larger global batch, or the gpipe schedule"
+        f"1f1b needs at least as many micro-batches as stages: pipe {_list(choices)}, at most {most} micro-batches of {micro}. "
+        f"Use pipe up to {most}, a smaller micro-batch, a larger global batch, or the gpipe schedule"
     )
 
 

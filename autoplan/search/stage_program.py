@@ -1,16 +1,18 @@
-"""The outer integer program: for one candidate, cut the pipeline and decide every layer, to the least step time that fits.
+"""The outer integer program: for one candidate, cut the pipeline and decide every layer, to the least step that fits.
 
-Layers of one class are alike, so the program does not decide about layers but *counts* them: how many layers of run ``r`` on stage
-``s`` take row ``k``. (A boolean for each layer, stage and row has so many equal solutions that no solver proves anything.)
+Layers of one class are alike, so the program does not decide about layers but *counts* them: how many layers of run
+``r`` on stage ``s`` take row ``k``. (A boolean for each layer, stage and row has so many equal solutions that no
+solver proves anything.)
 
     n[s,r,k]   integer   layers of run r on stage s with row k
     u[s,r,k]   0/1       n > 0; the stage's working set is at least that of a row in use
     v[s,r,g]   0/1       some row of group g is in use, a group being the rows with the same boundary placements
     a[x,y]     0/1       group y comes right after group x along the chain
 
-The ``a`` are one path through the groups in use, (stage, run, group) never falling and stage and run rising by at most one. The
-path says in which order things come, what each boundary costs, and keeps the chain in order; within a stage, layers of one run are
-sorted by group. Times are scaled by the time of a plain plan, bytes by the memory of a device.
+The ``a`` are one path through the groups in use, (stage, run, group) never falling and stage and run rising by at
+most one. The path says in which order things come, what each boundary costs, and keeps the chain in order; within a
+stage, layers of one run are sorted by group. Times are scaled by the time of a plain plan, bytes by the memory of a
+device.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from autoplan.cost_models.pipeline import in_flight
+from autoplan.search.bound import Bounds, bounds
 from autoplan.search.chain import Chain
 from autoplan.search.layer_row import Row, Setting
-from autoplan.search.bound import Bounds, bounds
 from autoplan.search.rows import Agreement, group_key
 from autoplan.search.solver import Backend, Program, Solution, solve
 from autoplan.search.step_model import change
 
-# A plain plan's step, and a device's memory, are this many units: CP-SAT, which rounds every variable to an integer, then loses nothing
-# that matters, and HiGHS still has coefficients that it need not drop.
+# A plain plan's step, and a device's memory, are this many units: CP-SAT, which rounds every variable to an
+# integer, then loses nothing that matters, and HiGHS still has coefficients that it need not drop.
 UNITS = 1e7
 
-# The solver may overstep a row by 1e-6 of its size; a plan must not, so this much of the memory is left out of the space.
+# The solver may overstep a row by 1e-6 of its size; a plan must not, so this much of the memory is left out of
+# the space.
 MEMORY_MARGIN = 1e-5
 
 Node = tuple[int, int, int]  # stage, run, group
@@ -192,7 +195,7 @@ class StageProgram:
         return self.rows[class_id][self.group_of[class_id].index(node[2])]
 
     def _stay(self, node: Node) -> None:
-        """Layers of one group that follow one another may change placement too (a layer that leaves other than it enters)."""
+        """Layers of one group may change placement between them too: those that leave other than they enter."""
         stage, run, group = node
         row = self._sample(node)
         cost = change(row.cost, row.cost, self.chain, self.setting)
@@ -269,7 +272,9 @@ class StageProgram:
         columns, costs = [i for i, _ in priced], [c for _, c in priced]
         self.program.row(columns, costs, lower=lower_us / self.unit_us, upper=upper_us / self.unit_us)
 
-    def solve(self, backend: Backend = "highs", *, time_limit_s: float = 60.0, relative_gap: float = 0.0) -> StageAnswer:
+    def solve(
+        self, backend: Backend = "highs", *, time_limit_s: float = 60.0, relative_gap: float = 0.0
+    ) -> StageAnswer:
         solution = solve(self.program, backend, time_limit_s=time_limit_s, relative_gap=relative_gap)
         rows, cuts = self._read(solution) if solution.found else ((), ())
         return StageAnswer(

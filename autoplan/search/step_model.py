@@ -1,19 +1,20 @@
 """The price of a whole plan: one pure function that every search result, hand plan and runner-up goes through.
 
-With stage ``s`` taking τ_s for one micro-batch (its layers, its changes of placement, half of the sends over each of its two
-boundaries), ``M`` micro-batches, and E_s at the end of the step (gradient sums, optimizer, gathers):
+With stage ``s`` taking τ_s for one micro-batch (its layers, its changes of placement, half of the sends over each of
+its two boundaries), ``M`` micro-batches, and E_s at the end of the step (gradient sums, optimizer, gathers):
 
     1f1b    Σ τ_s + (M-1) max τ_s + max E_s
     gpipe   the same with forward and backward apart: Σ τ_s + (M-1) (max F_s + max B_s) + max E_s
 
-Half a boundary's sends to each side: with ``S - s`` micro-batches in flight a stage waits for about one transfer each way for every
-micro-batch, so a send is not free even where it overlaps, and Σ counts each boundary once.
+Half a boundary's sends to each side: with ``S - s`` micro-batches in flight a stage waits for about one transfer each
+way for every micro-batch, so a send is not free even where it overlaps, and Σ counts each boundary once.
 
-The breakdown follows the slowest stage ``k``: M times its compute, tensor-axis, data-axis and send time; the bubble is what the other
-stages add; E of the stage that ends last adds to the tensor, data and optimizer parts. The parts add up to the step.
+The breakdown follows the slowest stage ``k``: M times its compute, tensor-axis, data-axis and send time; the bubble
+is what the other stages add; E of the stage that ends last adds to the tensor, data and optimizer parts. The parts
+add up to the step.
 
-Memory of a stage: parameters, gradients and optimizer state of its layers; what they keep for backward, times the micro-batches in
-flight; the largest working set of one layer; the largest communication buffers of one layer.
+Memory of a stage: parameters, gradients and optimizer state of its layers; what they keep for backward, times the
+micro-batches in flight; the largest working set of one layer; the largest communication buffers of one layer.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def price_layers(rows: Sequence[Row], cuts: Sequence[int], chain: Chain, setting
     assert len(rows) == len(chain.depth), "one row for each layer of the chain"
     stages = [_Stage() for _ in cuts]
     starts = set(cuts)
+    known: dict[tuple[str, str], Change] = {}
     stage = -1
     for index, row in enumerate(rows):
         if index in starts:
@@ -125,7 +127,11 @@ def price_layers(rows: Sequence[Row], cuts: Sequence[int], chain: Chain, setting
         here.rows.append(row)
         if index == 0:
             continue
-        cost = change(rows[index - 1].cost, row.cost, chain, setting)
+        before = rows[index - 1].cost
+        pair = (before.strategy.key, row.cost.strategy.key)
+        if pair not in known:
+            known[pair] = change(before, row.cost, chain, setting)
+        cost = known[pair]
         here.change_forward_us += cost.forward_us
         here.change_backward_us += cost.backward_us
         if index in starts:
@@ -135,8 +141,12 @@ def price_layers(rows: Sequence[Row], cuts: Sequence[int], chain: Chain, setting
     return _estimate(stages, setting, proof)
 
 
-def _add_skips(rows: Sequence[Row], cuts: Sequence[int], stages: Sequence[_Stage], chain: Chain, setting: Setting) -> None:
+def _add_skips(
+    rows: Sequence[Row], cuts: Sequence[int], stages: Sequence[_Stage], chain: Chain, setting: Setting
+) -> None:
     """A skip whose two ends differ in placement is changed where it is used."""
+    if not chain.skips:
+        return
     stage = -1
     latest: dict[str, Row] = {}
     for index, row in enumerate(rows):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+from autoplan.capture.graph import Sizes
 from autoplan.cost_models.cluster import Cluster, Link
 from autoplan.cost_models.memory import precision
-from autoplan.capture.graph import Sizes
 from autoplan.plan import Degrees, Strategy
 from autoplan.search.chain import Chain, Crossing
 from autoplan.search.layer_row import Setting
@@ -63,7 +64,7 @@ def cost(class_id: str, kind: str, *, degree: int = 1, batch: int = 1, **changes
 def chain(depth: str, size_bytes: int = 64_000_000) -> Chain:
     """A chain of one-letter classes: ``chain("ebbbh")``."""
     crossing = (Crossing(out_index=0, in_index=0, size_bytes=size_bytes),)
-    return Chain(depth=tuple(depth), crossings={pair: crossing for pair in zip(depth, depth[1:], strict=False)})
+    return Chain(depth=tuple(depth), crossings=dict.fromkeys(itertools.pairwise(depth), crossing))
 
 
 def cluster(nodes: int = 1, devices: int = 8, memory_bytes: int = 80_000_000_000) -> Cluster:
@@ -79,7 +80,9 @@ def cluster(nodes: int = 1, devices: int = 8, memory_bytes: int = 80_000_000_000
     )
 
 
-def setting(on: Cluster, *, micro_batches: int = 8, micro_batch: int = 1, schedule: str = "1f1b", **degrees: int) -> Setting:
+def setting(
+    on: Cluster, *, micro_batches: int = 8, micro_batch: int = 1, schedule: str = "1f1b", **degrees: int
+) -> Setting:
     return Setting(
         cluster=on,
         degrees=Degrees(**degrees),

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from autoplan.plan import Proof
-from autoplan.search.brute_force import brute_force
 from autoplan.search.bound import bounds
+from autoplan.search.brute_force import brute_force
 from autoplan.search.rows import agreements, rows_of, undominated
 from autoplan.search.solver import BACKENDS, Backend
 from autoplan.search.stage_program import StageProgram
@@ -26,7 +26,10 @@ def test_equals_brute_force(seed: int, backend: Backend) -> None:
     tied = "shared" if seed % 3 == 0 and len(layers.classes) > 1 else ""
     kinds = ("tensor", "tensor+sequence", "batch")
     tables = {
-        c: tuple(random_cost(rng, c, kind, tied=tied if c in layers.classes[:2] else "") for kind in kinds[: rng.randint(1, 2)])
+        c: tuple(
+            random_cost(rng, c, kind, tied=tied if c in layers.classes[:2] else "")
+            for kind in kinds[: rng.randint(1, 2)]
+        )
         for c in layers.classes
     }
     at = setting(
@@ -56,4 +59,3 @@ def test_equals_brute_force(seed: int, backend: Backend) -> None:
     priced = price_layers(answer.rows, answer.cuts, layers, at, Proof(status="priced"))
     assert priced.fits
     assert priced.step_us == pytest.approx(answer.objective_us, rel=1e-6)
-
