@@ -40,16 +40,17 @@ def fixed_plan(
     precision: PrecisionName = "bf16",
     name: str = "fixed",
 ) -> Alternative:
-    """Build and price one plan, whether it fits or not. One value stands for all layers; without cuts they are balanced.
+    """Build and price one plan, whether it fits or not. One value stands for all layers; cuts default to even.
 
-    ``tables`` are those of the tensor degree and micro-batch. Raises DegreeError for a kind that the tables lack, or cuts
-    that are not stages; BatchError where the micro-batches do not make up the global batch.
+    ``tables`` are those of the tensor degree and micro-batch. Raises DegreeError for a kind that the tables lack, or
+    cuts that are not stages; BatchError where the micro-batches do not make up the global batch.
     """
     rows = degrees.data * micro_batch * micro_batches
     if rows != fingerprint.global_batch:
+        wanted = fingerprint.global_batch / (degrees.data * micro_batch)
         raise BatchError(
             f"data {degrees.data} × micro-batch {micro_batch} × {micro_batches} micro-batches make {rows} rows, the global "
-            f"batch is {fingerprint.global_batch}; use {fingerprint.global_batch // (degrees.data * micro_batch)} micro-batches"
+            f"batch is {fingerprint.global_batch}; that takes {wanted:g} micro-batches"
         )
     candidate = Candidate(degrees=degrees, micro_batch=micro_batch, micro_batches=micro_batches, schedule=schedule)
     contexts = Contexts(
@@ -131,10 +132,10 @@ def _of_kind(context: Context, class_id: str, kind: Kind) -> Iterator[StrategyCo
         dims = sorted({use.dim0 for use in whole.params if use.dim0 > 1})
         valid = [degree for degree in divisors(gcd(*dims)) if degree <= 64]
         raise DegreeError(
-            f"layer class {class_id} has no strategy of kind {kind!r} at tensor degree {context.candidate.degrees.tensor}; "
-            f"it has {', '.join(kinds_of(context, class_id))}. Use one of those, or a tensor degree that divides its heads and "
-            f"hidden sizes: the first dims of its parameters are {', '.join(map(str, dims))}, all divided by "
-            f"{', '.join(map(str, valid))}"
+            f"layer class {class_id} has no strategy of kind {kind!r} at tensor degree "
+            f"{context.candidate.degrees.tensor}; it has {', '.join(kinds_of(context, class_id))}. Use one of those, or a "
+            f"tensor degree that divides its heads and hidden sizes: the first dims of its parameters are "
+            f"{', '.join(map(str, dims))}, all divided by {', '.join(map(str, valid))}"
         )
     yield from found
 
@@ -145,7 +146,7 @@ def _time_us(cost: StrategyCost) -> float:
 
 def _for_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
     if isinstance(value, str | int):
-        return [value] * count  # type: ignore[list-item]  # text is one value, not a sequence of letters
+        return [value] * count
     values = list(cast(Sequence[T], value))
     if len(values) != count:
         raise DegreeError(

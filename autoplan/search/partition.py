@@ -1,4 +1,4 @@
-"""The best cuts of a chain whose layers are decided: a dynamic program over ``cost[s, i, j]``, layers i … j-1 on stage s."""
+"""The best cuts of a chain whose layers are decided: dynamic programming over ``cost[s, i, j]``, layers i … j-1."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     1  enumerate candidates (``space``); of one mesh, micro-batches above one that cannot fit are left out
     2  bound each without memory, in milliseconds, and order them by bound
     3  price the hand plans, and uniform plans in order of bound: the first incumbents, and most of the runners-up
-    4  in order of bound, until it reaches the incumbent: bound with memory, and solve the stage program below the incumbent
+    4  in order of bound, until it reaches the incumbent: bound with memory, and solve the stage program below it
 
 A candidate is left unsolved only when a proved bound says that it holds nothing faster, so the least of all bounds is
 a bound on the whole space. Everything is deterministic while no time limit is met.
@@ -309,6 +309,6 @@ def _in_words(space: Space) -> str:
     meshes = len({str(c.degrees) for c in space.candidates})
     return (
         f"{meshes} meshes, {len(space.candidates)} with their micro-batches ({len(space.dropped)} left out before "
-        "pricing); for each, every cut of the layers into stages, and for every layer its strategies, ZeRO and recompute, "
+        "pricing); for each, every cut into stages, and for every layer its strategies, ZeRO and recompute, "
         "layers of a class within a stage sorted by placement"
     )

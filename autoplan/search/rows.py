@@ -1,4 +1,4 @@
-"""The rows that a class may take at one candidate: priced, in agreement, and without those that another always beats."""
+"""The rows that a class may take at one candidate: priced, agreed, and without those that another always beats."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def undominated(rows: Sequence[Row], agreed: Sequence[Agreement], *, memory: boo
         no_worse = (costs[:, None, :] <= costs[None, :, :]).all(axis=2)
         equal = no_worse & no_worse.T
         earlier = np.tri(len(members), k=-1, dtype=bool).T  # of equal rows the first stays
-        beaten: list[bool] = (no_worse & (~equal | earlier)).any(axis=0).tolist()
-        kept.extend(member for member, lost in zip(members, beaten, strict=True) if not lost)
+        beaten = np.asarray((no_worse & (~equal | earlier)).any(axis=0))
+        kept.extend(member for member, lost in zip(members, beaten, strict=True) if not bool(lost))
     return tuple(rows[i] for i in sorted(kept))
 
 

@@ -170,8 +170,8 @@ def _refuse_batch(meshes: list[Degrees], global_batch: int, pins: Pins) -> None:
     choices = {d.pipe for d in meshes if global_batch % (d.data * micro) == 0}
     most = max(global_batch // d // micro for d in degrees)
     raise DegreeError(
-        f"1f1b needs at least as many micro-batches as stages: pipe {_list(choices)}, at most {most} micro-batches of {micro}. "
-        f"Use pipe up to {most}, a smaller micro-batch, a larger global batch, or the gpipe schedule"
+        f"1f1b needs at least as many micro-batches as stages: pipe {_list(choices)}, at most {most} micro-batches of "
+        f"{micro}. Use pipe up to {most}, a smaller micro-batch, a larger global batch, or the gpipe schedule"
     )
 
 
