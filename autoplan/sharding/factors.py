@@ -53,8 +53,8 @@ def common_divisor(*exprs: sympy.Expr) -> sympy.Expr:
 
 
 def insert_cut(total: sympy.Expr, cuts: Cuts, cut: sympy.Expr) -> Cuts:
-    """``cuts`` with ``cut`` added where the chain allows it, else unchanged."""
-    if cut in (ONE, total) or cut in cuts:
+    """``cuts`` with ``cut`` added where the chain allows it, else unchanged. An empty dim has none."""
+    if cut in (ONE, total) or cut in cuts or total == 0:
         return cuts
     for i, (low, high) in enumerate(pairwise((ONE, *cuts, total))):
         if quotient(cut, low) is not None and quotient(high, cut) is not None:

@@ -16,10 +16,9 @@ from torch import fx
 from autoplan.capture.graph import Sizes
 from autoplan.sharding.factors import evaluate
 from autoplan.sharding.lowering import LOWERINGS
-from autoplan.sharding.placement import Placement
+from autoplan.sharding.placement import Placement, S
 from autoplan.sharding.registry import Call, operand_specs
 from autoplan.sharding.rule import Choice
-from autoplan.sharding.rules.views import slice_bounds
 
 aten = torch.ops.aten
 
@@ -66,10 +65,10 @@ class _Context(NamedTuple):
         at = [given for given, _, _ in Call(self.node).tensors()].index(name)
         return self.choice.operands[at], operand_specs(self.node)[at].at(self.sizes)
 
-    def replaced(self, position: int, value: Any, target: Callable[..., Any] | None = None) -> LocalCall:
+    def replaced(self, position: int, value: Any) -> LocalCall:
         args = (*self.args[:position], value, *self.args[position + 1 :])
         assert callable(self.node.target)
-        return LocalCall(target or self.node.target, args, self.kwargs)
+        return LocalCall(self.node.target, args, self.kwargs)
 
 
 def _number(node: fx.Node, sizes: Sizes) -> Any:
@@ -81,7 +80,12 @@ def _number(node: fx.Node, sizes: Sizes) -> Any:
 
 def _reshape(c: _Context) -> LocalCall:
     """``reshape``, since a piece that was moved need not have the strides that let ``view`` work."""
-    return c.replaced(1, c.local_result(), aten.reshape.default)
+    return LocalCall(aten.reshape.default, (c.args[0], c.local_result()), {})
+
+
+def _squeeze(c: _Context) -> LocalCall:
+    """``reshape``, since a dim of which this rank holds one row must stay."""
+    return _reshape(c)
 
 
 def _shape_argument(position: int) -> Callable[[_Context], LocalCall]:
@@ -89,24 +93,27 @@ def _shape_argument(position: int) -> Callable[[_Context], LocalCall]:
 
 
 def _slice(c: _Context) -> LocalCall:
-    dim, start, length, scale = _local_span(c, c.choice.operands[0], operand_specs(c.node)[0].shape)
-    if scale is None:
-        return LocalCall(aten.slice.Tensor, (c.args[0], dim, start, start + length, c.arg("step", 1)), {})
-    return LocalCall(aten.slice.Tensor, (c.args[0], dim, start // scale, (start + length) // scale), {})
+    whole = operand_specs(c.node)[0].at(c.sizes)
+    span = _local_span(c, c.choice.operands[0], whole, c.node.meta["specs"][0].at(c.sizes))
+    return LocalCall(aten.slice.Tensor, (c.args[0], *span), {})
 
 
 def _slice_backward(c: _Context) -> LocalCall:
-    dim, start, length, scale = _local_span(c, c.choice.results[0], c.node.meta["specs"][0].shape)
-    by = scale or 1
-    args = (c.args[0], c.local_result(), dim, start // by, (start + length) // by, c.arg("step", 1))
-    return LocalCall(aten.slice_backward.default, args, {})
+    whole = c.node.meta["specs"][0].at(c.sizes)
+    span = _local_span(c, c.choice.results[0], whole, operand_specs(c.node)[0].at(c.sizes))
+    return LocalCall(aten.slice_backward.default, (c.args[0], c.local_result(), *span), {})
 
 
-def _local_span(c: _Context, placement: Placement, shape: tuple[Any, ...]) -> tuple[int, int, int, int | None]:
-    """(dim, start, length, degree if the sliced dim is sharded)."""
-    dim, start, length = slice_bounds(Call(c.node), shape)
-    sharded = placement.kind == "S" and placement.dim == dim
-    return dim, evaluate(start, c.sizes), evaluate(length, c.sizes), c.degree if sharded else None
+def _local_span(
+    c: _Context, placement: Placement, whole: tuple[int, ...], piece: tuple[int, ...]
+) -> tuple[int, int, int, int]:
+    """(dim, start, end, step), where the sliced dim is shorter if it is sharded."""
+    dim, step = c.arg("dim", 0) % len(whole), c.arg("step", 1)
+    start = c.arg("start") or 0
+    start += whole[dim] if start < 0 else 0
+    end = min(start + piece[dim] * step, whole[dim])
+    by = c.degree if placement.kind == "S" and placement.dim == dim else 1
+    return dim, start // by, end // by, step
 
 
 def _split(c: _Context) -> LocalCall:
@@ -117,11 +124,26 @@ def _split(c: _Context) -> LocalCall:
     return LocalCall(aten.split_with_sizes.default, (c.args[0], lengths, dim), {})
 
 
+def _rows_argument(position: int) -> Callable[[_Context], LocalCall]:
+    return lambda c: c.replaced(position, c.local_result()[0])
+
+
+def _bias_sizes(c: _Context) -> LocalCall:
+    if not c.arg("bias_sizes"):
+        return c.replaced(3, c.args[3])
+    weight, shape = c.operand("weight")
+    by = c.degree if weight == S(0) else 1
+    return c.replaced(3, [shape[0] // by])
+
+
 _SIZE_ARGUMENTS: dict[str, Callable[[_Context], LocalCall]] = {
     "aten.view.default": _reshape,
     "aten._unsafe_view.default": _reshape,
     "aten.reshape.default": _reshape,
     "aten._reshape_alias.default": _reshape,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
     "aten.expand.default": _shape_argument(1),
     "aten.new_zeros.default": _shape_argument(1),
     "aten.new_ones.default": _shape_argument(1),
@@ -132,6 +154,9 @@ _SIZE_ARGUMENTS: dict[str, Callable[[_Context], LocalCall]] = {
     "aten.ones.default": _shape_argument(0),
     "aten.empty.memory_format": _shape_argument(0),
     "aten.select_backward.default": _shape_argument(1),
+    "aten.native_group_norm.default": _rows_argument(3),
+    "aten.native_group_norm_backward.default": _rows_argument(5),
+    "aten.convolution_backward.default": _bias_sizes,
     "aten.slice.Tensor": _slice,
     "aten.slice_backward.default": _slice_backward,
     "aten.split.Tensor": _split,
@@ -182,6 +207,11 @@ def _lower_causal(name: str, *tensors: str) -> Callable[[_Context], LocalCall]:
     return build
 
 
+def _lower_mean(c: _Context) -> LocalCall:
+    kwargs = {"dim": c.arg("dim"), "keepdim": c.arg("keepdim", False), "dtype": c.arg("dtype")}
+    return LocalCall(LOWERINGS["mean"], c.args[:1], kwargs)
+
+
 def _lower_add_on_first_rank(c: _Context) -> LocalCall:
     kwargs = {"beta": c.arg("beta", 1), "alpha": c.arg("alpha", 1)}
     return LocalCall(LOWERINGS["add_on_first_rank"], c.args[:3], kwargs)
@@ -190,7 +220,7 @@ def _lower_add_on_first_rank(c: _Context) -> LocalCall:
 _LOSS = {"reduction": "reduction", "ignore_index": "ignore_index"}
 _LOWERED: dict[str, Callable[[_Context], LocalCall]] = {
     "add_on_first_rank": _lower_add_on_first_rank,
-    "mean": _lower("mean", "self", dim="dim", keepdim="keepdim", dtype="dtype"),
+    "mean": _lower_mean,
     "softmax": _lower_softmax("softmax", "self"),
     "safe_softmax": _lower_softmax("safe_softmax", "self"),
     "log_softmax": _lower_softmax("log_softmax", "self"),

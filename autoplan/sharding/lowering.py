@@ -4,7 +4,7 @@ Every function takes the op's own tensors (local pieces), what it must know of t
 then ``rank``, ``degree`` and ``group_name`` of its axis. ``LOWERINGS`` names them as rules do;
 ``internal_collectives`` says what each communicates.
 
-A class or vocabulary dim may be sharded in ``blocks`` (see ``placement``): ``_own`` finds the global ids this rank
+A class or vocabulary dim may be sharded in ``blocks`` (see ``placement``): ``_locate`` finds the global ids this rank
 holds.
 """
 
@@ -215,11 +215,22 @@ def causal_attention_backward(
 LOWERINGS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        add_on_first_rank, mean, softmax, safe_softmax, log_softmax, softmax_backward, log_softmax_backward,
-        embedding, embedding_backward, nll_loss_rows, nll_loss_classes, nll_loss_backward_classes, causal_attention,
+        add_on_first_rank,
+        mean,
+        softmax,
+        safe_softmax,
+        log_softmax,
+        softmax_backward,
+        log_softmax_backward,
+        embedding,
+        embedding_backward,
+        nll_loss_rows,
+        nll_loss_classes,
+        nll_loss_backward_classes,
+        causal_attention,
         causal_attention_backward,
-    )  # fmt: skip
-}  # fmt: skip
+    )
+}
 
 # How many all-reduces of one number per row (of the result, without the dim worked on) a lowering does.
 _ROW_REDUCTIONS = {"softmax": 2, "safe_softmax": 2, "log_softmax": 2, "softmax_backward": 1, "log_softmax_backward": 1}

@@ -33,7 +33,7 @@ from autoplan.capture.graph import Sizes
 from autoplan.sharding import lowering
 from autoplan.sharding.factors import ONE, Cuts, evaluate, factor_sizes, insert_cut, quotient
 from autoplan.sharding.placement import P, Placement, R, S
-from autoplan.sharding.registry import Dims, rule_for, tensor_operands
+from autoplan.sharding.registry import Dims, result_specs, rule_for, tensor_operands
 from autoplan.sharding.rule import Choice, Dim, Rule
 
 Cell = tuple[fx.Node, int]  # one tensor that a node returns
@@ -49,7 +49,8 @@ class Refinement:
         self._dims: dict[Cell, list[Cuts]] = {}
         self._cache: dict[tuple[fx.Node, Sizes, int], tuple[Choice, ...]] = {}
         self._spread()
-        self._may_be_partial = self._find_partial()
+        self._partial: dict[Cell, bool] = {}
+        self._find_partial()
 
     def atoms(self, node: fx.Node, letter: str) -> tuple[sympy.Expr, ...]:
         """Sizes of the atoms of a letter, outermost first."""
@@ -86,10 +87,8 @@ class Refinement:
         if degree > 1:
             found += self._factor_choices(node, rule, sizes, degree)
             for members in rule.linear:
-                if all(self._operand_may_be_partial(node, i) for i in members):
-                    placed = tuple(P if i in members else R for i in range(operands))
-                    name = "+" + ",".join(map(str, members))
-                    found.append(Choice(name=name, operands=placed, results=(P,) * results, sharded=False))
+                if all(self._able(cell) for i, cell in enumerate(_operand_cells(node)) if i in members):
+                    found.append(linear_choice(rule, members))
         nodes = tensor_operands(node)
         kept: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], Choice] = {}
         for choice in found:
@@ -135,30 +134,26 @@ class Refinement:
 
     # -- which values may be Partial
 
-    def _operand_may_be_partial(self, node: fx.Node, i: int) -> bool:
-        return self._may_be_partial.get(_operand_cells(node)[i], True)
+    def _able(self, cell: Cell) -> bool:
+        """A value may be Partial. Nothing is known of producers outside the set, except that placeholders never are."""
+        return self._partial.get(cell, not _is_placeholder(cell))
 
-    def _find_partial(self) -> dict[Cell, bool]:
-        """Nodes come in graph order, so producers are decided before their users. Values of other nodes are absent:
-        able.
-        """
-        able: dict[Cell, bool] = {}
+    def _find_partial(self) -> None:
+        """Nodes come in graph order, so producers are decided before their users."""
         for node in self.nodes:
-            specs = node.meta.get("specs", ())
+            specs = result_specs(node)
             rule = self.rules.get(node)
             if rule is None:
-                able.update({(node, i): False for i in range(len(specs))})
                 continue
             cells = _operand_cells(node)
-            linear = any(all(able.get(cells[i], not _is_placeholder(cells[i])) for i in s) for s in rule.linear)
-            for i, (dims, spec) in enumerate(zip(rule.results, specs, strict=False)):
+            linear = any(all(self._able(cells[i]) for i in members) for members in rule.linear)
+            for i, (dims, spec) in enumerate(zip(rule.results, specs, strict=True)):
                 present = {letter for dim in dims for letter in dim}
                 summed = any(
                     letter not in present and letter not in rule.fixed and i not in rule.replicated.get(letter, ())
                     for letter in rule.sizes
                 )
-                able[node, i] = (summed or linear) and spec.dtype.is_floating_point
-        return able
+                self._partial[node, i] = spec is not None and (summed or linear) and spec.dtype.is_floating_point
 
     # -- atoms
 
@@ -221,6 +216,16 @@ def refine(nodes: Iterable[fx.Node]) -> Refinement:
     return Refinement(nodes)
 
 
+def linear_choice(rule: Rule, members: tuple[int, ...]) -> Choice:
+    """The ``+…`` choice of one set of operands in which a rule says the op is linear."""
+    return Choice(
+        name="+" + ",".join(map(str, members)),
+        operands=tuple(P if i in members else R for i in range(len(rule.operands))),
+        results=(P,) * len(rule.results),
+        sharded=False,
+    )
+
+
 def _operand_cells(node: fx.Node) -> list[Cell]:
     if node.target is operator.getitem:
         producer, index = node.args
@@ -231,14 +236,15 @@ def _operand_cells(node: fx.Node) -> list[Cell]:
 
 
 def _tensors(node: fx.Node, rule: Rule) -> list[tuple[Cell, Dims]]:
-    made = [(node, i) for i in range(len(rule.results))]
-    return [*zip(_operand_cells(node), rule.operands, strict=True), *zip(made, rule.results, strict=True)]
+    made = [((node, i), rule.results[i]) for i, spec in enumerate(result_specs(node)) if spec is not None]
+    return [*zip(_operand_cells(node), rule.operands, strict=True), *made]
 
 
 def _shape(cell: Cell) -> tuple[sympy.Expr, ...]:
     node, index = cell
-    shape: tuple[sympy.Expr, ...] = node.meta["specs"][index].shape
-    return shape
+    spec = result_specs(node)[index]
+    assert spec is not None
+    return spec.shape
 
 
 def _is_placeholder(cell: Cell) -> bool:

@@ -40,8 +40,17 @@ def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
 def operand_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
     """One spec for each of ``tensor_operands``; for a getitem, that of the result it picks."""
     if node.target is operator.getitem:
-        return (_specs(node.args[0])[_index(node)],)
+        return _specs(node)
     return tuple(_specs(n)[0] for n in tensor_operands(node))
+
+
+def result_specs(node: fx.Node) -> tuple[TensorSpec | None, ...]:
+    """One entry for each output in the order of ``operator.getitem``; None for a gradient that was not asked for."""
+    specs = node.meta.get("specs", ())
+    if not isinstance(node.target, torch._ops.OpOverload) or (mask := Call(node).arg("output_mask")) is None:
+        return tuple(specs)
+    made = iter(specs)
+    return tuple(next(made) if wanted else None for wanted in mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +110,9 @@ class Call:
             places.setdefault(name, []).append(len(dims))
             given = operands[name]
             dims.append(given[i] if isinstance(given, list) else given)  # type: ignore[arg-type]
-        known = solve_sizes(
-            [*dims, *results], [*(tuple(s.shape) for s in operand_specs(self.node)), *self.results()], sizes or {}
-        )
+        made = [(d, tuple(s.shape)) for d, s in zip(results, result_specs(self.node), strict=True) if s is not None]
+        shapes = [*(tuple(s.shape) for s in operand_specs(self.node)), *(shape for _, shape in made)]
+        known = solve_sizes([*dims, *(d for d, _ in made)], shapes, sizes or {})
         floating = all(s.dtype.is_floating_point for s in self.node.meta["specs"])
         sets = [tuple(p for name in names for p in places.get(name, ())) for names in linear] if floating else []
         return Rule(
@@ -173,7 +182,7 @@ def replicate_rule(node: fx.Node) -> Rule:
         return tuple(named)
 
     operands = tuple(dims(s) for s in operand_specs(node))
-    results = tuple(dims(s) for s in node.meta.get("specs", ()))
+    results = tuple(dims(s) if s is not None else () for s in result_specs(node))
     return Rule(operands=operands, results=results, sizes=sizes, fixed=frozenset(sizes))
 
 
@@ -324,9 +333,3 @@ def _function(node: fx.Node) -> RuleFunction | None:
 def _specs(node: Any) -> tuple[TensorSpec, ...]:
     specs: tuple[TensorSpec, ...] = node.meta["specs"]
     return specs
-
-
-def _index(node: fx.Node) -> int:
-    index = node.args[1]
-    assert isinstance(index, int)
-    return index

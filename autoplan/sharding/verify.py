@@ -23,7 +23,7 @@ from autoplan.sharding.factors import evaluate
 from autoplan.sharding.localize import local_call
 from autoplan.sharding.placement import Placement
 from autoplan.sharding.redistribution import cut, join
-from autoplan.sharding.refinement import Refinement
+from autoplan.sharding.refinement import Refinement, linear_choice
 from autoplan.sharding.registry import Call, operand_specs, tensor_operands
 from autoplan.sharding.rule import Choice, Rule
 
@@ -108,10 +108,12 @@ def check_example(target: torch._ops.OpOverload | str, build: Callable[[Call], R
     )
     node = graph.call_function(op, args)
     node.meta["specs"] = tuple(_spec(t) for t in _results(op(*example)) if isinstance(t, torch.Tensor))
-    refinement = Refinement((node,), rules=lambda n: build(Call(n)))
+    rule, sizes = build(Call(node)), Sizes(batch=1)
+    refinement = Refinement((node,), rules=lambda _: rule)
+    linear = [linear_choice(rule, members) for members in rule.linear]
     for degree in (2, 3):
-        for choice in refinement.choices(node, Sizes(batch=1), degree):
-            verify_choice(node, choice, Sizes(batch=1), degree)
+        for choice in (*refinement.choices(node, sizes, degree), *linear):
+            verify_choice(node, choice, sizes, degree)
 
 
 # -- operands
@@ -153,7 +155,7 @@ def _index_limits(node: fx.Node, sizes: Sizes) -> dict[fx.Node, tuple[int, int]]
         return {call.arg("indices"): (0, evaluate(call.expr(call.arg("num_weights")), sizes))}
     if name.startswith("aten.nll_loss"):
         return {call.arg("target"): (0, size("self", -1))}
-    if name == "aten.gather.default":
+    if name.startswith(("aten.gather", "aten.scatter")):
         return {call.arg("index"): (0, size("self", call.arg("dim")))}
     if name == "aten.index.Tensor":
         return {n: (0, size("self", i)) for i, n in enumerate(call.arg("indices")) if n is not None}

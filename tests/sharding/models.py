@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import fx
 
-from autoplan.capture.graph import BATCH, SEQ, TensorSpec
-from autoplan.capture.trace import trace
+from autoplan.capture import capture
+from autoplan.capture.graph import TensorSpec
 
 
 @functools.cache
@@ -35,40 +35,11 @@ def captured(name: str) -> fx.Graph:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(4, 16, dtype=torch.long, device="meta")
-    traced = trace(model, {"input_ids": ids, "labels": ids})
-    traced.module.graph.eliminate_dead_code()
-    annotate(traced.module.graph, {str(traced.batch.node.expr): BATCH, str(traced.seq.node.expr): SEQ})
-    return traced.module.graph
+    return capture(model, {"input_ids": ids, "labels": ids}).fx
 
 
-def annotate(graph: fx.Graph, symbols: dict[str, sympy.Symbol]) -> None:
-    """Fill ``specs`` and ``expr`` from the fake values that tracing left."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            node.meta["specs"] = (_spec(value, symbols),)
-        elif isinstance(value, list | tuple):
-            node.meta["specs"] = tuple(_spec(v, symbols) for v in value if isinstance(v, torch.Tensor))
-        elif isinstance(value, int | torch.SymInt):
-            node.meta["expr"] = _expr(value, symbols)
-
-
-def _spec(value: torch.Tensor, symbols: dict[str, sympy.Symbol]) -> TensorSpec:
-    hint = tuple(int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in value.shape)
-    return TensorSpec(shape=tuple(_expr(s, symbols) for s in value.shape), hint=hint, dtype=value.dtype)
-
-
-def _expr(size: int | torch.SymInt, symbols: dict[str, sympy.Symbol]) -> sympy.Expr:
-    if isinstance(size, int):
-        return sympy.Integer(size)
-    expr = size.node.expr
-    return sympy.expand(expr.subs({s: symbols[str(s)] for s in expr.free_symbols}))
-
-
-def single(
-    target: Callable[..., Any], *args: Any, dtype: dict[int, torch.dtype] | None = None, **kwargs: Any
-) -> fx.Node:
-    """One call on tensors. A tuple of ints in a list ``[4, 6]`` stays; a ``T(shape)`` becomes a placeholder."""
+def single(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """One call; each ``T(...)`` among its arguments becomes a placeholder."""
     graph = fx.Graph()
     examples: dict[fx.Node, torch.Tensor] = {}
 
@@ -99,6 +70,10 @@ class T:
 
 def ints(*shape: int) -> T:
     return T(*shape, dtype=torch.int64)
+
+
+def bools(*shape: int) -> T:
+    return T(*shape, dtype=torch.bool)
 
 
 def _fixed(value: torch.Tensor) -> TensorSpec:

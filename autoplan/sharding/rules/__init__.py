@@ -3,6 +3,7 @@
 from autoplan.sharding.rules import (
     attention,
     contraction,
+    convolution,
     creation,
     indexing,
     loss,
@@ -13,5 +14,6 @@ from autoplan.sharding.rules import (
 )
 
 __all__ = [
-    "attention", "contraction", "creation", "indexing", "loss", "normalization", "pointwise", "reduction", "views",
+    "attention", "contraction", "convolution", "creation", "indexing", "loss", "normalization", "pointwise",
+    "reduction", "views",
 ]  # fmt: skip

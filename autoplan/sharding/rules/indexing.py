@@ -62,5 +62,21 @@ def gather(call: Call) -> Rule:
     return call.rule({"self": own, "index": result}, [result], fixed=fixed, linear=[("self",)])
 
 
+@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
+def scatter(call: Call) -> Rule:
+    """Dims other than the scattered one that all tensors share are free."""
+    shapes = [node.meta["specs"][0].shape for _, _, node in call.tensors()]
+    whole = call.results()[0]
+    dim = call.dim(call.arg("dim"), len(whole))
+    free = [i != dim and len({s[i] for s in shapes}) == 1 for i in range(len(whole))]
+    operands: dict[str, Dims] = {
+        name: tuple((f"d{i}",) if ok else (f"{name}{i}",) for i, ok in enumerate(free)) for name, _, _ in call.tensors()
+    }
+    fixed = [f"{name}{i}" for name in operands for i, ok in enumerate(free) if not ok]
+    adds = "scatter_add" in str(call.node.target)
+    linear = [("self", "src")] if adds or call.arg("src") is not None else []
+    return call.rule(operands, [operands["self"]], fixed=fixed, linear=linear)
+
+
 def _index_dims(letters: Dims, node: object) -> Dims:
     return () if node is None else aligned(letters, node.meta["specs"][0].shape)  # type: ignore[attr-defined]

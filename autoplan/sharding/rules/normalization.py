@@ -50,8 +50,7 @@ def layer_norm_backward(call: Call) -> Rule:
     stats = (*rows, *(() for _ in own))
     whole = (*rows, *own)
     operands = {"grad_out": whole, "input": whole, "mean": stats, "rstd": stats, "weight": own, "bias": own}
-    results = [whole, own, own][: len(call.results())]
-    return call.rule(operands, results, fixed=[c for dim in own for c in dim], linear=[("grad_out",)])
+    return call.rule(operands, [whole, own, own], fixed=[c for dim in own for c in dim], linear=[("grad_out",)])
 
 
 def _layer_norm_dims(call: Call) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:

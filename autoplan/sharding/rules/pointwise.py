@@ -6,6 +6,8 @@ it is linear.
 
 from __future__ import annotations
 
+import torch
+
 from autoplan.sharding.factors import ONE
 from autoplan.sharding.registry import Call, Dims, Shape, numbered, rule
 from autoplan.sharding.rule import Rule
@@ -67,7 +69,7 @@ def to_copy(call: Call) -> Rule:
     """A narrowing copy is not linear: rounding each part is not rounding the sum."""
     dtype = call.node.meta["specs"][0].dtype
     source = call.tensors()[0][2].meta["specs"][0].dtype
-    widens = source.is_floating_point and dtype.is_floating_point and dtype.itemsize >= source.itemsize
+    widens = source.is_floating_point and torch.promote_types(source, dtype) == dtype
     return broadcast(call, ((call.tensors()[0][0],),) if widens else ())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,11 @@ from autoplan.sharding.rules.pointwise import aligned
 
 
 @rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default")
-def view(call: Call) -> Rule:
+def view(call: Call) -> Rule | None:
     """``(b s) (h d) -> b s h d``: the common refinement of both shapes."""
     old, new = call.shape("self"), call.results()[0]
+    if 0 in old:
+        return None
     old_dims, new_dims, sizes, lone = refine_shapes(old, new)
 
     def named(dims: list[list[int]]) -> Dims:
@@ -75,11 +76,26 @@ def expand(call: Call) -> Rule:
     return call.rule({"self": aligned(letters, call.shape("self"))}, [letters], linear=[("self",)])
 
 
+@rule("aten.repeat.default")
+def repeat(call: Call) -> Rule:
+    """``d -> (k d)`` with k fixed, dims that are new fixed as well."""
+    old, new = call.shape("self"), call.results()[0]
+    added = len(new) - len(old)
+    own = numbered("d", old, added)
+    times = [quotient(after, before) for after, before in zip(new[added:], old, strict=True)]
+    copied = tuple((f"k{i}", *d) if k != ONE else d for i, (d, k) in enumerate(zip(own, times, strict=True), added))
+    fresh = tuple((f"k{i}",) for i in range(added))
+    sizes = {f"k{i}": k for i, k in enumerate(times, added) if k is not None and k != ONE}
+    fixed = [letter for dim in (*fresh, *copied) for letter in dim if letter[0] == "k"]
+    return call.rule({"self": own}, [(*fresh, *copied)], sizes=sizes, fixed=fixed, linear=[("self",)])
+
+
 @rule("aten.slice.Tensor")
 def slice_(call: Call) -> Rule:
     """The i-th of n equal pieces reads its dim as ``(k d) -> d`` with k fixed."""
     shape = call.shape("self")
-    dim, start, length = slice_bounds(call, shape)
+    dim, start = slice_start(call, shape)
+    length = call.results()[0][dim]
     whole, piece, sizes = pieces(shape[dim], [(start, length)], call.arg("step", 1))
     return _cut_along(call, "self", dim, whole, [piece[0]], sizes)
 
@@ -98,7 +114,8 @@ def split(call: Call) -> Rule:
 @rule("aten.slice_backward.default")
 def slice_backward(call: Call) -> Rule:
     result = call.results()[0]
-    dim, start, length = slice_bounds(call, result)
+    dim, start = slice_start(call, result)
+    length = call.shape("grad_output")[dim]
     whole, piece, sizes = pieces(result[dim], [(start, length)], call.arg("step", 1))
     return _join_along(call, "grad_output", dim, whole, piece, sizes)
 
@@ -167,19 +184,12 @@ def within_dims(call: Call) -> Rule:
     return call.rule({"self": dims}, [dims], fixed=fixed, linear=[("self",)])
 
 
-def slice_bounds(call: Call, shape: tuple[sympy.Expr, ...]) -> tuple[int, sympy.Expr, sympy.Expr]:
-    """(dim, start, length) of a slice of a tensor of ``shape``, at step 1 (a larger step never shares a factor
-    anyway).
-    """
+def slice_start(call: Call, shape: tuple[sympy.Expr, ...]) -> tuple[int, sympy.Expr]:
+    """(dim, first element) of a slice of a tensor of ``shape``."""
     dim = call.arg("dim", 0) % len(shape)
-    size = shape[dim]
-    start = call.expr(_or(call.arg("start"), 0))
-    end = call.expr(_or(call.arg("end"), sys.maxsize))
-    start = size + start if start.is_negative else start
-    end = size + end if end.is_negative else end
-    if end.is_Integer and (int(end) >= sys.maxsize or (size.is_Integer and end > size)):
-        end = size
-    return dim, start, sympy.expand(end - start)
+    given = call.arg("start")
+    start = call.expr(0 if given is None else given)
+    return dim, sympy.expand(shape[dim] + start) if start.is_negative else start
 
 
 def pieces(
@@ -196,6 +206,10 @@ def pieces(
     sizes = {"k": count, "d": unit}
     parts: list[Dim] = []
     for i, (_, length) in enumerate(spans):
+        if length == 0:
+            parts.append((f"x{i}",))
+            sizes[f"x{i}"] = length
+            continue
         times = quotient(length, unit)
         assert times is not None
         parts.append(("d",) if times == ONE else (f"k{i}", "d"))
@@ -227,7 +241,3 @@ def _clean(sizes: dict[str, sympy.Expr], whole: Dim, parts: list[Dim]) -> tuple[
     used = {letter for dim in (whole, *parts) for letter in dim}
     kept = {letter: size for letter, size in sizes.items() if letter in used}
     return kept, [letter for letter in kept if letter[0] in "kx"]
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
