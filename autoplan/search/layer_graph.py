@@ -13,7 +13,7 @@ from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.search.layer_problem import LayerProblem, Op, Param, Phase, Sink, Source, Value
 from autoplan.search.pricing import GraphPrices, Job, is_view, times_us
-from autoplan.sharding.placement import Placement, R
+from autoplan.sharding.placement import P, Placement, R
 from autoplan.sharding.refinement import Refinement
 from autoplan.sharding.registry import tensor_operands
 from autoplan.sharding.rule import Choice
@@ -56,7 +56,7 @@ def layer_problem(
     reader.read_boundary(boundary_in, boundary_out)
     problem_params = reader.read_params(refinement, group.size, params or {})
     picked = {
-        node.name: _fixed(refinement.choices(node, sizes, group.size), (choices or {}).get(node.name), node.name)
+        node.name: reader.possible(node, _fixed(refinement.choices(node, sizes, group.size), choices or {}, node.name))
         for node in reader.nodes
     }
     return LayerProblem(
@@ -71,7 +71,8 @@ def layer_problem(
     )
 
 
-def _fixed(choices: tuple[Choice, ...], name: str | None, node: str) -> tuple[Choice, ...]:
+def _fixed(choices: tuple[Choice, ...], names: Mapping[str, str], node: str) -> tuple[Choice, ...]:
+    name = names.get(node)
     if name is None:
         return choices
     found = tuple(choice for choice in choices if choice.name == name)
@@ -88,6 +89,7 @@ class _Reader:
         self.values: list[Value] = []
         self.cells: dict[Cell, int] = {}
         self.forward = set(layer.forward)
+        self.own = {node.name for node in self.nodes}
         self.weight_only = self._weight_only()
         self.again = self._run_again()
 
@@ -161,6 +163,11 @@ class _Reader:
             )
             self.add(cell, "free", phase="forward")
         return self.cells[cell]
+
+    def possible(self, node: fx.Node, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        """Without those that want a Partial of a value that no op of the layer makes."""
+        made = [cell[0] in self.own for cell in self.operand_cells(node)]
+        return tuple(c for c in choices if all(m or p != P for m, p in zip(made, c.operands, strict=True)))
 
     # --- ops on weights alone
 

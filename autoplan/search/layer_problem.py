@@ -110,6 +110,10 @@ class Weights:
     recompute: float = 0.0  # forward runs once more
     micro_batches: int = 1  # over which a deferred sum is spread
 
+    def of(self, phase: Phase) -> float:
+        """How often a phase runs."""
+        return 1.0 + self.recompute if phase == "forward" else 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
@@ -141,8 +145,8 @@ class LayerCost:
 
     def objective(self, weights: Weights) -> float:
         return (
-            self.forward_us * (1.0 + weights.recompute)
-            + self.backward_us
+            self.forward_us * weights.of("forward")
+            + self.backward_us * weights.of("backward")
             + self.deferred_us / weights.micro_batches
             + self.saved_bytes * weights.saved
             + self.param_bytes * weights.params

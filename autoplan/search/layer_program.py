@@ -1,45 +1,17 @@
-"""The inner integer program: the best assignment of a ``LayerProblem``, proved.
-
-One 0/1 variable for each choice of each op and each placement of each parameter. An edge from a value to its use has a
-*flow* ``f[p, q]`` (made in p, wanted in q) whose marginals are the choices at its two ends:
-
-    sum_q f[p, q] = sum of x[maker, c] over c that make p         sum_p f[p, q] = sum of x[user, c] over c that want q
-
-so that the relaxation prices a mixture of placements as a transport, not as a product. A move that several uses share
-is paid once: ``r[p, q] >= f[p, q]`` for each of them. Flows and moves are continuous; once the choices are whole, so
-are they.
-"""
+"""The inner integer program: the best assignment of a ``LayerProblem``, proved. Its rows are in ``layer_template``."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from autoplan.search.layer_problem import Assignment, LayerCost, LayerProblem, Weights, evaluate
+from autoplan.search.layer_template import Template
+from autoplan.search.solver import Backend, solve
 
-from autoplan.search.layer_problem import (
-    Assignment,
-    Edge,
-    LayerCost,
-    LayerProblem,
-    Phase,
-    Weights,
-    evaluate,
-)
-from autoplan.search.solver import Backend, Program, Solution, solve
-from autoplan.sharding.placement import P, Placement, R
-
-__all__ = ["LayerSolution", "NoAssignment", "Template", "solve_layer"]
-
-# A linear expression: coefficient by variable; the constant under -1.
-Expr = Mapping[int, float]
-Marginal = Mapping[Placement, Expr]
-_CONST = -1
-_ONE: Expr = {_CONST: 1.0}
+__all__ = ["LayerSolution", "NoAssignment", "solve_layer"]
 
 
 class NoAssignment(Exception):
@@ -80,7 +52,7 @@ def solve_layer(
     if relaxed.status == "infeasible":
         raise NoAssignment
     if relaxed.found and relaxed.bound > -math.inf:
-        assignment = template.assignment(relaxed)
+        assignment = template.assignment(problem, weights, relaxed)
         cost = evaluate(problem, assignment)
         if cost is not None and _close(cost.objective(weights), relaxed.bound):
             return _solution(assignment, cost, weights, relaxed.bound, started)
@@ -90,7 +62,7 @@ def solve_layer(
         raise NoAssignment
     if not solution.found:
         raise TimeoutError(f"no partition of the layer found in {time_limit_s} s")
-    assignment = template.assignment(solution)
+    assignment = template.assignment(problem, weights, solution)
     cost = evaluate(problem, assignment)
     assert cost is not None, "the program allows what evaluate does not"
     # The two statements of the same cost must agree.
@@ -112,304 +84,3 @@ def _solution(assignment: Assignment, cost: LayerCost, weights: Weights, bound: 
         bound=min(bound, objective),
         time_s=time.perf_counter() - started,
     )
-
-
-Columns = tuple[tuple[int, ...], ...]  # variables of every op's choices; () where there is only one
-# What a cost is the price of: ("choice", op, choice), ("param", param, placement), ("move", phase, value, from, to),
-# ("sum", param), ("saved", value, placement).
-Term = tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Template:
-    """The rows of a program, and what each of its costs is the price of: enough for all problems of one structure."""
-
-    program: Program
-    choice_of: Columns
-    param_of: Columns
-    terms: tuple[Term, ...]
-    term_of: npt.NDArray[np.intp]  # for each entry: its term, its variable (-1: the constant) and the coefficient
-    column_of: npt.NDArray[np.intp]
-    coefficient: npt.NDArray[np.float64]
-
-    @staticmethod
-    def of(problem: LayerProblem, known: dict[Any, Template] | None = None) -> Template:
-        if known is None:
-            return _Builder(problem).build()
-        key = structure(problem)
-        if key not in known:
-            known[key] = _Builder(problem).build()
-        return known[key]
-
-    def priced(self, problem: LayerProblem, weights: Weights) -> Program:
-        """The program with the costs of ``problem``, which must have the structure that the template was made for."""
-        problem.price_moves(term[2:] for term in self.terms if term[0] == "move")
-        prices = np.asarray([_price(problem, weights, term) for term in self.terms])
-        costs = np.zeros(len(self.program.cost) + 1)
-        np.add.at(costs, self.column_of, prices[self.term_of] * self.coefficient)
-        return replace(self.program, cost=costs[:-1].tolist(), offset=float(costs[-1]))
-
-    def assignment(self, solution: Solution) -> Assignment:
-        def pick(columns: Columns) -> tuple[int, ...]:
-            return tuple(max(range(len(c)), key=lambda i: solution.values[c[i]]) if c else 0 for c in columns)
-
-        return Assignment(ops=pick(self.choice_of), params=pick(self.param_of))
-
-    def hint(self, assignment: Assignment) -> dict[int, float]:
-        start: dict[int, float] = {}
-        for columns, picked in ((self.choice_of, assignment.ops), (self.param_of, assignment.params)):
-            for variables, index in zip(columns, picked, strict=True):
-                start.update({v: float(i == index) for i, v in enumerate(variables)})
-        return start
-
-
-def structure(problem: LayerProblem) -> tuple[Any, ...]:
-    """What the rows of the program depend on: everything but sizes, times and weights."""
-    return (
-        tuple(
-            (
-                op.phases,
-                op.view,
-                op.follows,
-                op.operands,
-                op.results,
-                tuple((c.operands, c.results) for c in op.choices),
-            )
-            for op in problem.ops
-        ),
-        tuple((v.index, v.source, v.owner, v.placement, v.phase, v.kept) for v in problem.values),
-        tuple(param.placements for param in problem.params),
-        problem.sinks,
-    )
-
-
-def _price(problem: LayerProblem, weights: Weights, term: Term) -> float:
-    forward = 1.0 + weights.recompute
-    match term:
-        case ("choice", op, choice):
-            made = problem.ops[op]
-            weight = sum(forward if phase == "forward" else 1.0 for phase in made.phases)
-            return weight * (made.time_us[choice] + made.inner_us[choice])
-        case ("param", param, placement):
-            return weights.params * problem.params[param].local_bytes(placement, problem.degree)
-        case ("move", phase, value, src, dst):
-            time_us = problem.move_us(value, src, dst)
-            assert time_us is not None
-            return time_us * (forward if phase == "forward" else 1.0)
-        case ("sum", param):
-            return problem.sum_us(param) / weights.micro_batches
-        case ("saved", value, placement):
-            return weights.saved * problem.values[value].local_bytes(placement, problem.degree)
-    raise AssertionError(term)
-
-
-class _Builder:
-    def __init__(self, problem: LayerProblem) -> None:
-        self.problem = problem
-        self.program = Program()
-        self.entries: list[tuple[Term, int, float]] = []
-        self.choice_of: list[tuple[int, ...]] = []
-        self.param_of: list[tuple[int, ...]] = []
-        self.flows: dict[Edge, dict[tuple[Placement, Placement], Expr]] = {}
-
-    def build(self) -> Template:
-        problem = self.problem
-        for j, op in enumerate(problem.ops):
-            self.choice_of.append(self._pick_one([("choice", j, c) for c in range(len(op.choices))]))
-        for k, param in enumerate(problem.params):
-            self.param_of.append(self._pick_one([("param", k, placement) for placement in param.placements]))
-        for v in range(len(problem.values)):
-            made = self._made(v)
-            alike: list[tuple[Edge, Marginal]] = []  # x * x wants x the same way twice
-            for edge in problem.edges[v]:
-                wanted = self._wanted(edge)
-                twin = next((e for e, w in alike if e.phases == edge.phases and w == wanted and e.sink < 0), None)
-                if twin is not None and edge.sink < 0:
-                    self.flows[edge] = self.flows[twin]
-                    continue
-                self.flows[edge] = self._link(made, wanted, self._legal(v, edge))
-                alike.append((edge, wanted))
-            if problem.values[v].source != "free":
-                self._price_moves(v)
-        for v in sorted(problem.needed):
-            self._price_saving(v)
-        terms = {term: i for i, term in enumerate(dict.fromkeys(term for term, _, _ in self.entries))}
-        return Template(
-            program=self.program,
-            choice_of=tuple(self.choice_of),
-            param_of=tuple(self.param_of),
-            terms=tuple(terms),
-            term_of=np.asarray([terms[term] for term, _, _ in self.entries], dtype=np.intp),
-            column_of=np.asarray([column for _, column, _ in self.entries], dtype=np.intp),
-            coefficient=np.asarray([coefficient for _, _, coefficient in self.entries]),
-        )
-
-    def _pick_one(self, terms: Sequence[Term]) -> tuple[int, ...]:
-        if len(terms) == 1:
-            self._cost(_ONE, terms[0])
-            return ()
-        columns = tuple(self.program.add() for _ in terms)
-        for column, term in zip(columns, terms, strict=True):
-            self._cost({column: 1.0}, term)
-        self.program.row(columns, lower=1.0, upper=1.0)
-        return columns
-
-    # --- the two ends of an edge
-
-    def _made(self, v: int) -> Marginal:
-        value = self.problem.values[v]
-        if value.source == "op":
-            placements = [c.results[value.index] for c in self.problem.ops[value.owner].choices]
-            return _marginal(placements, self.choice_of[value.owner])
-        if value.source == "param":
-            return _marginal(self.problem.params[value.owner].placements, self.param_of[value.owner])
-        return {value.placement: _ONE}
-
-    def _wanted(self, edge: Edge) -> Marginal:
-        if edge.sink < 0:
-            placements = [c.operands[edge.operand] for c in self.problem.ops[edge.op].choices]
-            return _marginal(placements, self.choice_of[edge.op])
-        sink = self.problem.sinks[edge.sink]
-        if sink.param is None:
-            return {sink.placement: _ONE}
-        return _marginal(self.problem.params[sink.param].placements, self.param_of[sink.param])
-
-    def _legal(self, v: int, edge: Edge) -> Callable[[Placement, Placement], bool]:
-        kept_by_backward = self.problem.values[v].kept and "backward" in edge.phases
-        follows = edge.op >= 0 and self.problem.ops[edge.op].follows
-
-        def legal(p: Placement, q: Placement) -> bool:
-            if p == q:
-                return p != P or not kept_by_backward
-            return q != P and not follows
-
-        return legal
-
-    def _link(
-        self, made: Marginal, wanted: Marginal, legal: Callable[[Placement, Placement], bool]
-    ) -> dict[tuple[Placement, Placement], Expr]:
-        """Flows between two marginals; no variable where one end has no choice."""
-        if len(made) == 1:
-            (p, only), flow = next(iter(made.items())), {}
-            for q, share in wanted.items():
-                if legal(p, q):
-                    flow[p, q] = share if only == _ONE else only
-                else:
-                    self._equal(share, {})
-            return flow
-        if len(wanted) == 1:
-            q, flow = next(iter(wanted)), {}
-            for p, share in made.items():
-                if legal(p, q):
-                    flow[p, q] = share
-                else:
-                    self._equal(share, {})
-            return flow
-        add = self.program.add
-        flow = {(p, q): {add(integer=False): 1.0} for p in made for q in wanted if legal(p, q)}
-        for p, share in made.items():
-            self._equal(_sum(f for (a, _), f in flow.items() if a == p), share)
-        for q, share in wanted.items():
-            self._equal(_sum(f for (_, b), f in flow.items() if b == q), share)
-        return flow
-
-    # --- costs
-
-    def _price_moves(self, v: int) -> None:
-        value = self.problem.values[v]
-        uses: dict[Term, list[Expr]] = {}
-        for edge in self.problem.edges[v]:
-            param = self.problem.sinks[edge.sink].param if edge.sink >= 0 else None
-            for (p, q), flow in self.flows[edge].items():
-                if param is not None and p == P and q == R:
-                    self._cost(flow, ("sum", param))
-                    continue
-                if self.problem.is_free(v, p, q):
-                    continue
-                for phase in edge.phases:
-                    made: Phase = "forward" if value.kept and p == P else phase
-                    uses.setdefault(("move", made, v, p, q), []).append(flow)
-        for term, flows in uses.items():
-            self._cost_of_any(flows, term)
-
-    def _price_saving(self, v: int) -> None:
-        """As ``layer_problem._saved_bytes``. ``shared``: v, made in p, is a view of what is kept anyhow."""
-        problem = self.problem
-        value = problem.values[v]
-        base = problem.viewed(v)
-        views = [
-            edge
-            for edge in problem.edges[v]
-            if edge.sink < 0
-            and any(r in problem.needed and problem.viewed(r) == v for r in problem.ops[edge.op].results)
-        ]
-        for p, share in self._made(v).items():
-            shared: Expr = {}
-            if base is not None:
-                op = problem.ops[value.owner]
-                wants = {c.operands[0] for c in op.choices if c.results[value.index] == p} - {P}
-                edge = next(e for e in problem.edges[base] if e.op == value.owner and e.operand == 0)
-                shared = _sum(self.flows[edge].get((q, q), {}) for q in sorted(wants))
-            if v not in problem.wanted:
-                if p != P:
-                    self._cost_of_any([self.flows[e].get((p, p), {}) for e in views], ("saved", v, p), less=shared)
-            elif p != P:
-                self._cost_of_any([share], ("saved", v, p), less=shared)
-            else:
-                wanted: dict[Placement, list[Expr]] = {}
-                for edge in problem.edges[v]:
-                    if "backward" in edge.phases:
-                        for (a, q), flow in self.flows[edge].items():
-                            if a == P:
-                                wanted.setdefault(q, []).append(flow)
-                for q, flows in wanted.items():
-                    self._cost_of_any(flows, ("saved", v, q))
-
-    # --- expressions
-
-    def _equal(self, left: Expr, right: Expr) -> None:
-        difference = dict(left)
-        for column, value in right.items():
-            difference[column] = difference.get(column, 0.0) - value
-        target = -difference.pop(_CONST, 0.0)
-        self.program.row(list(difference), list(difference.values()), lower=target, upper=target)
-
-    def _cost(self, expr: Expr, term: Term) -> None:
-        self.entries += [(term, column, value) for column, value in expr.items()]
-
-    def _cost_of_any(self, flows: Iterable[Expr], term: Term, less: Expr | None = None) -> None:
-        """The price of ``term`` if one of the 0/1 ``flows`` is 1 (and ``less`` is not)."""
-        distinct: list[Expr] = []
-        for flow in flows:
-            if flow and flow not in distinct:
-                distinct.append(flow)
-        if not distinct:
-            return
-        if len(distinct) == 1 and not less:
-            self._cost(distinct[0], term)
-            return
-        paid = self.program.add(integer=False)
-        self._cost({paid: 1.0}, term)
-        for flow in distinct:
-            row = {paid: 1.0, **{c: -value for c, value in flow.items()}}
-            for column, value in (less or {}).items():
-                row[column] = row.get(column, 0.0) + value
-            constant = row.pop(_CONST, 0.0)
-            self.program.row(list(row), list(row.values()), lower=-constant)
-
-
-def _marginal(placements: Iterable[Placement], columns: Sequence[int]) -> Marginal:
-    found: dict[Placement, dict[int, float]] = {}
-    for index, placement in enumerate(placements):
-        found.setdefault(placement, {})[columns[index] if columns else _CONST] = 1.0
-    if len(found) == 1:
-        return {next(iter(found)): _ONE}
-    return found
-
-
-def _sum(expressions: Iterable[Expr]) -> Expr:
-    total: dict[int, float] = {}
-    for expression in expressions:
-        for column, value in expression.items():
-            total[column] = total.get(column, 0.0) + value
-    return total

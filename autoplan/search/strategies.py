@@ -34,9 +34,9 @@ __all__ = ["KINDS", "StrategyTables", "strategy_table"]
 
 KINDS = ("replicated", "batch", "tensor", "tensor+sequence")
 
-# Saving all of the memory that the fastest partition takes is worth this part of its time. 0 still prefers less memory
-# among equals; 0.1 shards what costs little to shard; 1 is Megatron's end of the trade.
-RATES = (0.0, 0.1, 1.0)
+# Saving all of the memory that the fastest partition takes is worth this many times its time. 0 still prefers less
+# memory among equals; 0.2 shards what costs little to shard; at 2 nearly everything is sharded that can be.
+RATES = (0.0, 0.2, 2.0)
 _AMONG_EQUALS = 1e-5
 
 
@@ -246,15 +246,18 @@ def boundaries(graph: Graph, layer: Layer, sizes: Sizes, degree: int) -> Iterato
 
 def _boundary_placement(graph: Graph, name: str, kind: str, sizes: Sizes, degree: int) -> Placement:
     """Shard of the dim that holds rows (or tokens); R where no dim does, or the degree does not divide it."""
-    symbol = {"batch": BATCH, "tensor+sequence": SEQ}.get(kind)
-    for dim, size in enumerate(graph.node(name).meta["specs"][0].shape):
-        if symbol is None or symbol not in size.free_symbols:
-            continue
-        if size == symbol and sizes.value(symbol) % degree == 0:
-            return S(dim)
+    shape = graph.node(name).meta["specs"][0].shape
+    if kind == "tensor" or not shape:
+        return R
+    symbol = BATCH if kind == "batch" else SEQ
+    for dim, size in enumerate(shape):
+        if size == symbol:
+            return S(dim) if sizes.value(size) % degree == 0 else R
         if size == BATCH * SEQ and sizes.value(symbol) % degree == 0:  # tokens of all rows in one dim, rows outermost
             return S(dim) if symbol == BATCH else S(dim, sizes.batch)
-        return R
+    # Without a symbol for tokens, dim 1 is taken for them: patches of an image, channels of a convolution.
+    if kind != "batch" and len(shape) > 2 and shape[1].is_Integer and int(shape[1]) % degree == 0:
+        return S(1)
     return R
 
 
