@@ -23,6 +23,7 @@ from autoplan.plan import Plan
 from autoplan.rewrite.assign import assign, check_assigned
 from autoplan.rewrite.cut import check_cut, cut
 from autoplan.rewrite.finish import finish
+from autoplan.rewrite.fuse import check_fused, fuse
 from autoplan.rewrite.localize import check_localized, localize
 from autoplan.rewrite.program import Coordinate, StageProgram
 from autoplan.rewrite.redistribute import check_redistributed, redistribute
@@ -43,6 +44,7 @@ PASSES: tuple[tuple[Pass, Check], ...] = (
     (redistribute, check_redistributed),
     (localize, check_localized),
     (zero, check_zero),
+    (fuse, check_fused),
 )
 
 
