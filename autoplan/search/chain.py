@@ -7,7 +7,7 @@ Terms
 -----
 *run*        consecutive layers of one class; the chain is a sequence of runs.
 *crossing*   a value that a layer hands to the layer right after it.
-*skip*       a value that reaches a layer further on (an encoder's output, a residual over a block). In the space searched,
+*skip*       a value that reaches a layer further on (an encoder's output, say). In the space searched,
              producer and consumer give it the same placement; a plan that somebody else chose may differ, and pays.
 *relay*      bytes of skips that pass a boundary between two layers: sent along when the pipeline is cut there.
 *agreement*  what layers must decide alike: placement and ZeRO stage of a tied parameter, placement of a skip.

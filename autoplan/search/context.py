@@ -12,7 +12,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.memory import precision as policy_of
 from autoplan.plan import Alternative, Fingerprint, LayerPlan, Plan, PrecisionName, Proof, Recompute
 from autoplan.search.chain import Chain
-from autoplan.search.layer_row import Row, Setting
+from autoplan.search.layer_row import Row, Setting, allowed_zero
 from autoplan.search.rows import Agreement, agreements, rows_of
 from autoplan.search.space import Candidate, Pins
 from autoplan.search.step_model import price_layers
@@ -98,7 +98,8 @@ class Contexts:
             schedule=candidate.schedule,
             precision=policy_of(self.precision),
         )
-        zeros: Iterable[int] | None = None if self.pins.zero is None else (self.pins.zero,)
+        highest = allowed_zero(candidate.degrees.data)[-1]  # with one data rank there is nothing to shard
+        zeros: Iterable[int] | None = None if self.pins.zero is None else (min(self.pins.zero, highest),)
         recomputes: tuple[Recompute, ...] = ("none", "full") if self.pins.recompute is None else (self.pins.recompute,)
         return Context(
             candidate=candidate,

@@ -49,8 +49,8 @@ def fixed_plan(
     if rows != fingerprint.global_batch:
         wanted = fingerprint.global_batch / (degrees.data * micro_batch)
         raise BatchError(
-            f"data {degrees.data} × micro-batch {micro_batch} × {micro_batches} micro-batches make {rows} rows, the global "
-            f"batch is {fingerprint.global_batch}; that takes {wanted:g} micro-batches"
+            f"data {degrees.data} × micro-batch {micro_batch} × {micro_batches} micro-batches make {rows} rows, the "
+            f"global batch is {fingerprint.global_batch}; that takes {wanted:g} micro-batches"
         )
     candidate = Candidate(degrees=degrees, micro_batch=micro_batch, micro_batches=micro_batches, schedule=schedule)
     contexts = Contexts(
@@ -133,8 +133,8 @@ def _of_kind(context: Context, class_id: str, kind: Kind) -> Iterator[StrategyCo
         valid = [degree for degree in divisors(gcd(*dims)) if degree <= 64]
         raise DegreeError(
             f"layer class {class_id} has no strategy of kind {kind!r} at tensor degree "
-            f"{context.candidate.degrees.tensor}; it has {', '.join(kinds_of(context, class_id))}. Use one of those, or a "
-            f"tensor degree that divides its heads and hidden sizes: the first dims of its parameters are "
+            f"{context.candidate.degrees.tensor}; it has {', '.join(kinds_of(context, class_id))}. Use one of those or "
+            f"a tensor degree that divides its heads and hidden sizes: the first dims of its parameters are "
             f"{', '.join(map(str, dims))}, all divided by {', '.join(map(str, valid))}"
         )
     yield from found

@@ -80,11 +80,12 @@ class Uniform:
         pins = self.contexts.pins
         allowed = allowed_zero(candidate.degrees.data)
         stages = dict.fromkeys(min(zero, allowed[-1]) for zero in (allowed if zeros is None else zeros))
+        pinned = None if pins.zero is None else min(pins.zero, allowed[-1])
         kinds = range(1) if candidate.degrees.tensor == 1 else range(len(_PREFERENCES))
         for kind in kinds:
             for zero in stages:
                 for recompute in recomputes:
-                    if pins.zero in (None, zero) and pins.recompute in (None, recompute):
+                    if pinned in (None, zero) and pins.recompute in (None, recompute):
                         made = self._plan(candidate, kind, zero, recompute)
                         if made is not None:
                             yield made

@@ -8,9 +8,11 @@ import random
 from autoplan.capture.graph import Sizes
 from autoplan.cost_models.cluster import Cluster, Link
 from autoplan.cost_models.memory import precision
-from autoplan.plan import Degrees, Strategy
+from autoplan.plan import Degrees, Fingerprint, Strategy
 from autoplan.search.chain import Chain, Crossing
 from autoplan.search.layer_row import Setting
+from autoplan.search.planner import Problem
+from autoplan.search.space import Candidate
 from autoplan.search.table import ParamUse, StrategyCost
 
 KINDS = {
@@ -114,4 +116,53 @@ def random_cost(random_: random.Random, class_id: str, kind: str, *, tied: str =
         transient_recompute_bytes=random_.randrange(1, 4_000_000),
         output_bytes=random_.randrange(1, 500_000),
         params=(own, both) if tied else (own,),
+    )
+
+
+def tables(degree: int, batch: int) -> dict[str, tuple[StrategyCost, ...]]:
+    """Classes e (embedding), b (block), h (head), with every kind that the tensor degree allows."""
+    kinds = list(KINDS) if degree > 1 else ["replicated"]
+    weights = {"e": 0.2, "b": 1.0, "h": 0.7}
+    timed = ("forward_us", "backward_us", "forward_comm_us", "backward_comm_us")
+    sized = (
+        "saved_bytes",
+        "transient_forward_bytes",
+        "transient_backward_bytes",
+        "transient_recompute_bytes",
+    )
+
+    def scaled(class_id: str, kind: str, weight: float) -> StrategyCost:
+        plain, variety = cost(class_id, kind, degree=degree, batch=batch), 1 + 0.01 * kinds.index(kind)
+        changes: dict[str, object] = {name: getattr(plain, name) * weight * variety for name in timed}
+        changes |= {name: int(getattr(plain, name) * weight / variety) for name in sized}
+        return cost(class_id, kind, degree=degree, batch=batch, **changes)
+
+    return {c: tuple(scaled(c, kind, weight) for kind in kinds) for c, weight in weights.items()}
+
+
+def problem(on: Cluster, *, blocks: int = 6, global_batch: int = 16, max_tensor: int = 8) -> Problem:
+    """A planning problem for ``e`` + blocks + ``h``; 200 million parameters in each layer."""
+    known: dict[tuple[int, int], dict[str, tuple[StrategyCost, ...]]] = {}
+
+    def table(class_id: str, candidate: Candidate) -> tuple[StrategyCost, ...]:
+        key = (candidate.degrees.tensor, candidate.micro_batch)
+        if key not in known:
+            known[key] = tables(*key)
+        return known[key][class_id]
+
+    return Problem(
+        cluster=on,
+        precision="bf16",
+        fingerprint=Fingerprint(
+            model="synthetic",
+            model_name="synthetic",
+            global_batch=global_batch,
+            seq=4096,
+            cluster=on.fingerprint(),
+            cluster_name=on.name,
+        ),
+        layers=blocks + 2,
+        chains=lambda batch: chain("e" + "b" * blocks + "h", 64_000_000 * batch),
+        tables_for=lambda _: table,
+        divides=lambda degree: degree <= max_tensor,
     )
