@@ -16,6 +16,8 @@ from autoplan.report import units
 
 ORIGIN_NOTE = "autoplan run: "  # a note for the command line, not for readers (see autoplan/cli/origin.py)
 
+CLOSE = 8  # runners-up that are shown; a plan file has more
+
 # (field of Estimate, what it is called, what it means)
 PARTS = (
     ("compute_us", "compute", "matrix products and the rest, on the busiest stage"),
@@ -128,7 +130,10 @@ def facts_of(document: PlanDocument) -> Facts:
     plan, estimate = document.plan, document.estimate
     mark = plan.fingerprint
     hand_plans = tuple(rival(a, estimate, f"hand plan {i + 1}") for i, a in enumerate(document.hand_plans))
-    runners_up = tuple(rival(a, estimate, f"runner-up {i + 1}", plan) for i, a in enumerate(document.runners_up))
+    runners_up = tuple(
+        rival(a, estimate, f"runner-up {i + 1}", plan) for i, a in enumerate(document.runners_up[:CLOSE])
+    )
+    reasons, notes = why(document)
     return Facts(
         model=units.printable(mark.model_name) or "the model",
         cluster=units.printable(mark.cluster_name) or "the cluster",
@@ -148,10 +153,10 @@ def facts_of(document: PlanDocument) -> Facts:
         chosen=rival(Alternative(plan=plan, estimate=estimate), estimate, plan.name or "this plan", chosen=True),
         hand_plans=hand_plans,
         runners_up=runners_up,
-        why=why(document),
+        why=reasons,
         proof=proof(estimate),
         proof_short=proof_short(estimate),
-        notes=tuple(units.printable(note) for note in document.notes if not note.startswith(ORIGIN_NOTE)),
+        notes=notes,
     )
 
 
@@ -305,31 +310,15 @@ def headline(plan: Plan, estimate: Estimate, hand_plans: Sequence[Rival]) -> str
     return text + "."
 
 
-def why(document: PlanDocument) -> tuple[str, ...]:
-    """Reasons that the numbers themselves give."""
-    estimate = document.estimate
-    parts = breakdown(estimate)
-    largest = max(parts, key=lambda part: part.us)
-    lines = [f"{largest.label.capitalize()} is {units.share(largest.us, estimate.step_us)} of the step."]
-    waits = sorted((p for p in parts if p.key not in ("compute", "optimizer") and p.us > 0), key=lambda p: -p.us)
-    if waits:
-        named = ", ".join(f"{p.label} {units.share(p.us, estimate.step_us)}" for p in waits)
-        lines.append(f"What is not computing: {named}.")
-    fullest = max(estimate.memory, key=lambda memory: memory.total_bytes)
-    most = max(kinds(fullest), key=lambda kind: kind.n_bytes)
-    lines.append(
-        f"The fullest device holds {units.size(fullest.total_bytes)} of {units.size(estimate.device_memory_bytes)} "
-        f"({units.share(fullest.total_bytes, estimate.device_memory_bytes)}); {most.label} are the largest part with "
-        f"{units.size(most.n_bytes)}."
-    )
-    unfit = [a for a in document.hand_plans if not a.estimate.fits]
-    if unfit:
-        lines.append(
-            f"Memory rules out {len(unfit)} of {units.count(len(document.hand_plans), 'hand plan')}: "
-            + ", ".join(units.printable(a.plan.name) or "unnamed" for a in unfit)
-            + "."
-        )
-    return tuple(lines)
+def why(document: PlanDocument) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(reasons, other notes): the search leaves its reasons among the notes; they are worked out again to tell them apart."""
+    # Late: it brings torch, which showing a plan would not need otherwise.
+    from autoplan.search.explain import why as reasons
+
+    said = tuple(reasons(document))
+    others = (note for note in document.notes if not note.startswith(ORIGIN_NOTE) and note not in said)
+    proved = 1  # the last says what was proved, and has a section of its own
+    return tuple(map(units.printable, said[:-proved])), tuple(map(units.printable, others))
 
 
 def proof_short(estimate: Estimate) -> str:
