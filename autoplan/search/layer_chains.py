@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoplan.search.layer_problem import Edge, LayerProblem, Weights
 from autoplan.sharding.placement import P, Placement, R
 
-__all__ = ["Chain", "find_chains", "way_through"]
+__all__ = ["Chain", "ends_with_a_way", "find_chains", "way_through"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +50,32 @@ def _is_inner(problem: LayerProblem, j: int) -> bool:
     operands = [v for v in op.operands if problem.values[v].source != "free"]
     if len(operands) != 1 or len(op.results) != 1 or len(op.phases) != 1:
         return False
+    if any(c.operands[i] == P for c in op.choices for i, v in enumerate(op.operands) if v != operands[0]):
+        return False  # a free value cannot be Partial; such a choice needs its own row to rule it out
     operand, result = operands[0], op.results[0]
     alone = len(problem.edges[operand]) == 1 and len(problem.edges[result]) == 1
     return alone and operand not in problem.needed and result not in problem.needed
+
+
+def ends_with_a_way(
+    problem: LayerProblem, chain: Chain, made: tuple[Placement, ...], wanted: tuple[Placement, ...]
+) -> set[tuple[Placement, Placement]]:
+    """The (made in, wanted in) between which there is a way at all, whatever it costs."""
+
+    def can(edge: Edge, p: Placement, q: Placement) -> bool:
+        return p == q or not (q == P or (edge.op >= 0 and problem.ops[edge.op].follows))
+
+    found = set()
+    for start in made:
+        reached = {start}
+        for edge, j in zip(chain.edges, chain.ops, strict=False):
+            reached = {
+                choice.results[0]
+                for choice in problem.ops[j].choices
+                if any(can(edge, p, choice.operands[edge.operand]) for p in reached)
+            }
+        found |= {(start, end) for end in wanted if any(can(chain.edges[-1], p, end) for p in reached)}
+    return found
 
 
 def way_through(

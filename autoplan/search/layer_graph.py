@@ -13,7 +13,7 @@ from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.search.layer_problem import LayerProblem, Op, Param, Phase, Sink, Source, Value
 from autoplan.search.pricing import GraphPrices, Job, is_view, times_us
-from autoplan.sharding.placement import P, Placement, R
+from autoplan.sharding.placement import P, Placement
 from autoplan.sharding.refinement import Refinement
 from autoplan.sharding.registry import tensor_operands
 from autoplan.sharding.rule import Choice
@@ -42,18 +42,20 @@ def layer_problem(
     cluster: Cluster,
     group: GroupShape,
     precision: str,
-    boundary_in: Sequence[Placement],
-    boundary_out: Sequence[Placement],
+    boundary: Sequence[Placement],
+    boundary_options: Sequence[Sequence[Placement]] | None = None,
     params: Mapping[str, Placement] | None = None,
     choices: Mapping[str, str] | None = None,
 ) -> LayerProblem:
     """The problem of one layer on an axis of ``group.size`` ranks.
 
-    ``boundary_in`` and ``boundary_out`` place ``layer.inputs`` and ``layer.outputs``, and their gradients. ``params``
-    fixes the placement of some parameters (those that another layer ties), ``choices`` the partition of some nodes.
+    ``boundary`` places ``layer.inputs + layer.outputs``, and their gradients; problems that share
+    ``boundary_options``, of which it is one each, share their rows. ``params`` fixes the placement of some parameters
+    (those that another layer ties), ``choices`` the partition of some nodes.
     """
     reader = _Reader(prices, layer, sizes)
-    reader.read_boundary(boundary_in, boundary_out)
+    slots = tuple(map(tuple, boundary_options or [(placement,) for placement in boundary]))
+    reader.read_boundary()
     problem_params = reader.read_params(refinement, group.size, params or {})
     picked = {
         node.name: reader.possible(node, _fixed(refinement.choices(node, sizes, group.size), choices or {}, node.name))
@@ -63,7 +65,9 @@ def layer_problem(
         ops=reader.read_ops(picked, cluster, group, precision),
         values=tuple(reader.values),
         params=problem_params,
-        sinks=reader.read_sinks(boundary_in, boundary_out),
+        sinks=reader.read_sinks(),
+        slots=slots,
+        at=tuple(options.index(placement) for options, placement in zip(slots, boundary, strict=True)),
         degree=group.size,
         group=group,
         cluster=cluster,
@@ -95,7 +99,7 @@ class _Reader:
 
     # --- values
 
-    def add(self, cell: Cell, source: Source, owner: int = -1, placement: Placement = R, *, phase: Phase) -> int:
+    def add(self, cell: Cell, source: Source, owner: int = -1, *, phase: Phase) -> int:
         price = self.prices[cell[0]]
         inside = source == "op" and cell[0] not in self.weight_only
         self.cells[cell] = len(self.values)
@@ -107,19 +111,18 @@ class _Reader:
                 itemsize=price.itemsizes[cell[1]],
                 source=source,
                 owner=owner,
-                placement=placement,
                 phase=phase,
                 kept=phase == "forward" and (inside or source == "fixed"),
             )
         )
         return self.cells[cell]
 
-    def read_boundary(self, boundary_in: Sequence[Placement], boundary_out: Sequence[Placement]) -> None:
-        for name, placement in zip(self.layer.inputs, boundary_in, strict=True):
-            self.add((name, 0), "fixed", placement=placement, phase="forward")
-        for name, placement in zip(self.layer.grads_in, boundary_out, strict=True):
+    def read_boundary(self) -> None:
+        for slot, name in enumerate(self.layer.inputs):
+            self.add((name, 0), "fixed", slot, phase="forward")
+        for slot, name in enumerate(self.layer.grads_in, len(self.layer.inputs)):
             if name:
-                self.add((name, 0), "fixed", placement=placement, phase="backward")
+                self.add((name, 0), "fixed", slot, phase="backward")
 
     def read_params(self, refinement: Refinement, degree: int, fixed: Mapping[str, Placement]) -> tuple[Param, ...]:
         found = []
@@ -226,17 +229,17 @@ class _Reader:
             )
         return tuple(ops)
 
-    def read_sinks(self, boundary_in: Sequence[Placement], boundary_out: Sequence[Placement]) -> tuple[Sink, ...]:
+    def read_sinks(self) -> tuple[Sink, ...]:
         sinks = []
-        for name, placement in zip(self.layer.outputs, boundary_out, strict=True):
-            sinks.append(Sink(value=self.value((name, 0)), phase="forward", placement=placement))
+        for slot, name in enumerate(self.layer.outputs, len(self.layer.inputs)):
+            sinks.append(Sink(value=self.value((name, 0)), phase="forward", slot=slot))
         whole = [buffer.mutated_by for buffer in self.graph.buffers if buffer.mutated_by in self.forward]
         if self.graph.loss in self.forward and self.graph.loss not in self.layer.outputs:
             whole.append(self.graph.loss)
         sinks += [Sink(value=self.value((name, 0)), phase="forward") for name in whole if name]
-        for name, placement in zip(self.layer.grads_out, boundary_in, strict=True):
+        for slot, name in enumerate(self.layer.grads_out):
             if name:
-                sinks.append(Sink(value=self.value((name, 0)), phase="backward", placement=placement))
+                sinks.append(Sink(value=self.value((name, 0)), phase="backward", slot=slot))
         own = {node.name for node in self.nodes if node.name not in self.forward}
         for index, param in enumerate(self.layer.params):
             for name in self.graph.gradients.get(param, ()):

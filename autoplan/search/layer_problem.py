@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
@@ -49,8 +50,7 @@ class Value:
     shape: tuple[int, ...]
     itemsize: int
     source: Source
-    owner: int = -1  # index of the op or the parameter
-    placement: Placement = R  # of a fixed or a free one
+    owner: int = -1  # index of the op, the parameter, or for a fixed one the slot
     phase: Phase = "forward"  # that makes it
     kept: bool = False  # made in forward and saved if backward uses it
 
@@ -93,11 +93,11 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sink:
-    """A value that leaves the layer in ``placement``, or as the gradient of a parameter in that one's."""
+    """A value that leaves the layer: placed as a slot, as the parameter whose gradient it is, or else whole."""
 
     value: int
     phase: Phase
-    placement: Placement = R
+    slot: int | None = None
     param: int | None = None
 
 
@@ -169,6 +169,8 @@ class LayerProblem:
     values: tuple[Value, ...]
     params: tuple[Param, ...]
     sinks: tuple[Sink, ...]
+    slots: tuple[tuple[Placement, ...], ...]  # placements that each boundary value (and its gradient) may have
+    at: tuple[int, ...]  # the one that each has
     degree: int
     group: GroupShape
     cluster: Cluster
@@ -178,6 +180,9 @@ class LayerProblem:
         init=False, repr=False
     )  # kept values whose memory backward needs, itself or by a view
     wanted: frozenset[int] = field(init=False, repr=False)  # of those, the ones that backward uses itself
+    derived: dict[str, Any] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )  # what others derive once
     _moves: dict[tuple[int, Placement, Placement], float | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -200,6 +205,10 @@ class LayerProblem:
         object.__setattr__(self, "wanted", frozenset(wanted))
         object.__setattr__(self, "needed", frozenset(needed))
 
+    def slot(self, index: int) -> Placement:
+        """The placement of a boundary value."""
+        return self.slots[index][self.at[index]]
+
     def viewed(self, value: int) -> int | None:
         """The kept value whose memory ``value`` is a view of, if there is no move between."""
         made = self.values[value]
@@ -220,52 +229,68 @@ class LayerProblem:
         """Time to redistribute a value; None where that is not possible."""
         key = (value, src, dst)
         if key not in self._moves:
-            if redistribution(src, dst) is None:
-                self._moves[key] = None
-            else:
-                self.price_moves([key])
+            table = MoveTable.of([key], self)
+            self._moves[key] = float(table.times_us(self)[0]) if table.moves else None
         return self._moves[key]
 
-    def price_moves(self, moves: Iterable[tuple[int, Placement, Placement]]) -> None:
-        """Price many possible moves at once, for ``move_us``."""
-        copies: list[tuple[tuple[int, Placement, Placement], float]] = []
-        sends: dict[str, list[tuple[tuple[int, Placement, Placement], float]]] = {}
-        for key in moves:
-            if key in self._moves:
-                continue
-            value, src, dst = key
-            self._moves[key] = 0.0
-            if self.is_free(*key):
-                continue
-            move = redistribution(src, dst)
-            assert move is not None
-            whole = self.values[value].size_bytes
-            piece = whole / self.degree
-            # What lies scattered in memory is copied before or after; along dim 0 a piece is already in one piece.
-            scattered = sum(p.kind == "S" and (p.dim > 0 or p.blocks > 1) for p in (src, dst))
-            if scattered:
-                copies.append((key, 2.0 * scattered * (piece if move.kind in ("slice", "all_to_all") else whole)))
-            if move.collective is not None:
-                size = piece if move.kind == "all_to_all" else whole
-                sends.setdefault(move.collective, []).append((key, float(size)))
-        priced = []
-        if copies:
-            sizes = np.asarray([size for _, size in copies])
-            times = op_time_us(np.zeros(len(copies)), sizes, self.precision, self.cluster.device, "memory")
-            priced.append((copies, times))
-        for kind, rows in sends.items():
-            sizes = np.asarray([size for _, size in rows])
-            priced.append((rows, collective_time_us(kind, sizes, self.group, self.cluster)))
-        for rows, times in priced:
-            for (key, _), time_us in zip(rows, times.tolist(), strict=True):
-                before = self._moves[key]
-                assert before is not None
-                self._moves[key] = before + time_us
+    def learn_moves(self, moves: Iterable[tuple[int, Placement, Placement]], times_us: Iterable[float]) -> None:
+        """Prices for ``move_us`` that were found in bulk."""
+        self._moves.update(zip(moves, times_us, strict=True))
 
     def sum_us(self, param: int) -> float:
         """All-reduce of a deferred gradient."""
         size = self.params[param].local_bytes(R, self.degree)
         return float(collective_time_us("all_reduce", size, self.group, self.cluster))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveTable:
+    """What each of many moves takes, apart from sizes: ``times_us`` prices them all for a problem at once."""
+
+    moves: tuple[tuple[int, Placement, Placement], ...]  # possible ones
+    values: npt.NDArray[np.intp]
+    copied_whole: npt.NDArray[np.float64]  # how often the whole tensor, or one rank's piece, is read and written
+    copied_piece: npt.NDArray[np.float64]
+    sends: tuple[tuple[str, bool, npt.NDArray[np.intp]], ...]  # collective, of a piece, which moves
+
+    @staticmethod
+    def of(wanted: Iterable[tuple[int, Placement, Placement]], problem: LayerProblem) -> MoveTable:
+        moves, whole, piece = [], [], []
+        sends: dict[tuple[str, bool], list[int]] = {}
+        for value, src, dst in dict.fromkeys(wanted):
+            move = redistribution(src, dst)
+            if move is None:
+                continue
+            if not problem.is_free(value, src, dst):
+                # What lies scattered in memory is copied before or after; along dim 0 a piece is already in one piece.
+                scattered = float(sum(p.kind == "S" and (p.dim > 0 or p.blocks > 1) for p in (src, dst)))
+                small = move.kind in ("slice", "all_to_all")
+                if move.collective is not None:
+                    sends.setdefault((move.collective, move.kind == "all_to_all"), []).append(len(moves))
+            else:
+                scattered, small = 0.0, False
+            moves.append((value, src, dst))
+            whole.append(0.0 if small else scattered)
+            piece.append(scattered if small else 0.0)
+        return MoveTable(
+            moves=tuple(moves),
+            values=np.asarray([value for value, _, _ in moves], dtype=np.intp),
+            copied_whole=np.asarray(whole),
+            copied_piece=np.asarray(piece),
+            sends=tuple((kind, of_piece, np.asarray(rows)) for (kind, of_piece), rows in sends.items()),
+        )
+
+    def times_us(self, problem: LayerProblem) -> npt.NDArray[np.float64]:
+        sizes = np.asarray([value.size_bytes for value in problem.values], dtype=np.float64)[self.values]
+        pieces = sizes / problem.degree
+        copied = 2.0 * (self.copied_whole * sizes + self.copied_piece * pieces)
+        device = problem.cluster.device
+        copies = op_time_us(np.zeros(len(copied)), copied, problem.precision, device, "memory")
+        times = np.where(copied > 0.0, copies, 0.0)
+        for kind, of_piece, rows in self.sends:
+            sent = (pieces if of_piece else sizes)[rows]
+            times[rows] += collective_time_us(kind, sent, problem.group, problem.cluster)
+        return times
 
 
 def evaluate(problem: LayerProblem, assignment: Assignment) -> LayerCost | None:
@@ -331,7 +356,9 @@ def own_placement(
     made = problem.values[value]
     if made.source == "op":
         return chosen[made.owner].results[made.index]
-    return stored[made.owner] if made.source == "param" else made.placement
+    if made.source == "fixed":
+        return problem.slot(made.owner)
+    return stored[made.owner] if made.source == "param" else R
 
 
 def wanted_placement(
@@ -341,7 +368,9 @@ def wanted_placement(
     if edge.sink < 0:
         return chosen[edge.op].operands[edge.operand]
     sink = problem.sinks[edge.sink]
-    return sink.placement if sink.param is None else stored[sink.param]
+    if sink.param is not None:
+        return stored[sink.param]
+    return R if sink.slot is None else problem.slot(sink.slot)
 
 
 def is_shared(problem: LayerProblem, value: int, placed: Sequence[Placement], chosen: Sequence[Choice]) -> bool:

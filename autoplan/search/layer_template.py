@@ -17,13 +17,14 @@ from its first value to its last use stands for the cheapest way through.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from autoplan.search.layer_chains import Chain, find_chains, way_through
+from autoplan.search.layer_chains import Chain, ends_with_a_way, find_chains, way_through
+from autoplan.search.layer_prices import Ends, Term, TermPrices
 from autoplan.search.layer_problem import (
     Assignment,
     Edge,
@@ -34,7 +35,7 @@ from autoplan.search.layer_problem import (
     wanted_placement,
 )
 from autoplan.search.solver import Program, Solution
-from autoplan.sharding.placement import P, Placement, R
+from autoplan.sharding.placement import P, Placement, R, S
 
 __all__ = ["Template", "structure"]
 
@@ -45,10 +46,7 @@ _CONST = -1
 _ONE: Expr = {_CONST: 1.0}
 
 
-Columns = tuple[tuple[int, ...], ...]  # variables of every op's choices; () where there is only one
-# What a cost is the price of: ("choice", op, choice), ("param", param, placement), ("move", phase, value, from, to),
-# ("sum", param), ("saved", value, placement), ("chain", first value, from, to).
-Term = tuple[Any, ...]
+Columns = tuple[tuple[int, ...], ...]  # variables of every op's choices, say; () where there is only one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,35 +56,37 @@ class Template:
     program: Program
     choice_of: Columns  # () for the ops inside a chain, too
     param_of: Columns
-    chains: tuple[tuple[Chain, tuple[Placement, ...], tuple[Placement, ...]], ...]  # and made in, wanted in
-    terms: tuple[Term, ...]
+    slot_of: Columns
+    chains: tuple[Ends, ...]
+    prices: TermPrices
     term_of: npt.NDArray[np.intp]  # for each entry: its term, its variable (-1: the constant) and the coefficient
     column_of: npt.NDArray[np.intp]
     coefficient: npt.NDArray[np.float64]
+    names: Mapping[Placement, Placement] = field(default_factory=dict)  # placements here -> in the problem
 
     @staticmethod
     def of(problem: LayerProblem, known: dict[Any, Template] | None = None) -> Template:
-        if known is None:
-            return _Builder(problem).build()
-        key = structure(problem)
+        """The template for a problem, from ``known`` if one of its structure is there."""
+        known = {} if known is None else known
+        key, names = structure(problem)
         if key not in known:
-            known[key] = _Builder(problem).build()
-        return known[key]
+            known[key] = _Builder(_renamed(problem, names)).build()
+        return replace(known[key], names={here: there for there, here in names.items()})
 
     def priced(self, problem: LayerProblem, weights: Weights) -> Program:
-        """The program with the costs of ``problem``, which must have the structure that the template was made for."""
-        problem.price_moves(term[2:] for term in self.terms if term[0] == "move")
-        ways = {
-            (chain.value, *ends): price
-            for chain, made, wanted in self.chains
-            for ends, (price, _) in way_through(problem, weights, chain, made, wanted).items()
-        }
-        prices = np.asarray(
-            [ways[term[1:]] if term[0] == "chain" else _price(problem, weights, term) for term in self.terms]
-        )
+        """The program with the costs and the boundary of ``problem``, for which the template was asked for."""
+        if "move_us" not in problem.derived:
+            name = self.names
+            problem.derived["move_us"] = move_us = self.prices.moves.times_us(problem)
+            problem.learn_moves(((v, name[p], name[q]) for v, p, q in self.prices.moves.moves), move_us.tolist())
+        prices = self.prices.of_problem(problem, weights, problem.derived["move_us"])
         costs = np.zeros(len(self.program.cost) + 1)
         np.add.at(costs, self.column_of, prices[self.term_of] * self.coefficient)
-        return replace(self.program, cost=costs[:-1].tolist(), offset=float(costs[-1]))
+        lower, upper = list(self.program.lower), list(self.program.upper)
+        for columns, at in zip(self.slot_of, problem.at, strict=True):
+            for i, column in enumerate(columns):
+                lower[column] = upper[column] = float(i == at)
+        return replace(self.program, cost=costs[:-1].tolist(), offset=float(costs[-1]), lower=lower, upper=upper)
 
     def assignment(self, problem: LayerProblem, weights: Weights, solution: Solution) -> Assignment:
         """What a solution chose; for fractional values the largest share."""
@@ -114,9 +114,25 @@ class Template:
         return start
 
 
-def structure(problem: LayerProblem) -> tuple[Any, ...]:
-    """What the rows of the program depend on: everything but sizes, times and weights."""
-    return (
+def structure(problem: LayerProblem) -> tuple[Any, Mapping[Placement, Placement]]:
+    """What the rows depend on: everything but sizes, times, weights and the boundary's placement.
+
+    How many blocks a Shard has matters only in whether two are the same, so blocks are numbered in the order they
+    appear: 2 rows and 8 rows give ``S0/2`` and ``S0/8`` in the same places. The second result is that renaming.
+    """
+    names: dict[Placement, Placement] = {}
+    numbers: dict[int, int] = {1: 1}
+
+    def name(placement: Placement) -> Placement:
+        if placement not in names:
+            number = numbers.setdefault(placement.blocks, len(numbers) + 1)
+            names[placement] = placement if placement.kind != "S" else S(placement.dim, number)
+        return names[placement]
+
+    def all_names(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        return tuple(map(name, placements))
+
+    key = (
         tuple(
             (
                 op.phases,
@@ -124,33 +140,38 @@ def structure(problem: LayerProblem) -> tuple[Any, ...]:
                 op.follows,
                 op.operands,
                 op.results,
-                tuple((c.operands, c.results) for c in op.choices),
+                tuple((all_names(c.operands), all_names(c.results)) for c in op.choices),
             )
             for op in problem.ops
         ),
-        tuple((v.index, v.source, v.owner, v.placement, v.phase, v.kept) for v in problem.values),
-        tuple(param.placements for param in problem.params),
+        tuple((v.index, v.source, v.owner, v.phase, v.kept) for v in problem.values),
+        tuple(all_names(param.placements) for param in problem.params),
+        tuple(map(all_names, problem.slots)),
         problem.sinks,
     )
+    name(R)
+    problem.derived["structure"] = key, names
+    return key, names
 
 
-def _price(problem: LayerProblem, weights: Weights, term: Term) -> float:
-    match term:
-        case ("choice", op, choice):
-            made = problem.ops[op]
-            weight = sum(weights.of(phase) for phase in made.phases)
-            return weight * (made.time_us[choice] + made.inner_us[choice])
-        case ("param", param, placement):
-            return weights.params * problem.params[param].local_bytes(placement, problem.degree)
-        case ("move", phase, value, src, dst):
-            time_us = problem.move_us(value, src, dst)
-            assert time_us is not None
-            return time_us * weights.of(phase)
-        case ("sum", param):
-            return problem.sum_us(param) / weights.micro_batches
-        case ("saved", value, placement):
-            return weights.saved * problem.values[value].local_bytes(placement, problem.degree)
-    raise AssertionError(term)
+def _renamed(problem: LayerProblem, names: Mapping[Placement, Placement]) -> LayerProblem:
+    def all_names(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+        return tuple(names[placement] for placement in placements)
+
+    return replace(
+        problem,
+        ops=tuple(
+            replace(
+                op,
+                choices=tuple(
+                    replace(c, operands=all_names(c.operands), results=all_names(c.results)) for c in op.choices
+                ),
+            )
+            for op in problem.ops
+        ),
+        params=tuple(replace(param, placements=all_names(param.placements)) for param in problem.params),
+        slots=tuple(map(all_names, problem.slots)),
+    )
 
 
 class _Builder:
@@ -160,6 +181,7 @@ class _Builder:
         self.entries: list[tuple[Term, int, float]] = []
         self.choice_of: list[tuple[int, ...]] = []
         self.param_of: list[tuple[int, ...]] = []
+        self.slot_of: list[tuple[int, ...]] = []
         self.flows: dict[Edge, dict[tuple[Placement, Placement], Expr]] = {}
 
     def build(self) -> Template:
@@ -171,7 +193,9 @@ class _Builder:
             self.choice_of.append(() if j in inner else self._pick_one(terms))
         for k, param in enumerate(problem.params):
             self.param_of.append(self._pick_one([("param", k, placement) for placement in param.placements]))
-        ends = []
+        for placements in problem.slots:
+            self.slot_of.append(self._pick_one([None for _ in placements]))
+        ends: list[Ends] = []
         for v, value in enumerate(problem.values):
             if value.source == "op" and value.owner in inner:
                 continue
@@ -183,6 +207,8 @@ class _Builder:
                 continue
             alike: list[tuple[Edge, Marginal]] = []  # x * x wants x the same way twice
             for edge in problem.edges[v]:
+                if edge.op in inner:  # a free operand of an op inside a chain
+                    continue
                 wanted = self._wanted(edge)
                 twin = next((e for e, w in alike if e.op == edge.op >= 0 and w == wanted), None)
                 if twin is not None:
@@ -199,20 +225,22 @@ class _Builder:
             program=self.program,
             choice_of=tuple(self.choice_of),
             param_of=tuple(self.param_of),
+            slot_of=tuple(self.slot_of),
             chains=tuple(ends),
-            terms=tuple(place),
+            prices=TermPrices.of(problem, tuple(place), ends),
             term_of=np.asarray([place[term] for term, _, _ in self.entries], dtype=np.intp),
             column_of=np.asarray([column for _, column, _ in self.entries], dtype=np.intp),
             coefficient=np.asarray([coefficient for _, _, coefficient in self.entries]),
         )
 
-    def _pick_one(self, terms: Sequence[Term]) -> tuple[int, ...]:
-        if len(terms) == 1:
-            self._cost(_ONE, terms[0])
+    def _pick_one(self, terms: Sequence[Term | None]) -> tuple[int, ...]:
+        """Variables of which one is 1, and what each costs; none where there is but one."""
+        columns = tuple(self.program.add() for _ in terms) if len(terms) > 1 else ()
+        for i, term in enumerate(terms):
+            if term is not None:
+                self._cost({columns[i] if columns else _CONST: 1.0}, term)
+        if not columns:
             return ()
-        columns = tuple(self.program.add() for _ in terms)
-        for column, term in zip(columns, terms, strict=True):
-            self._cost({column: 1.0}, term)
         self.program.row(columns, lower=1.0, upper=1.0)
         return columns
 
@@ -225,16 +253,20 @@ class _Builder:
             return _marginal(placements, self.choice_of[value.owner])
         if value.source == "param":
             return _marginal(self.problem.params[value.owner].placements, self.param_of[value.owner])
-        return {value.placement: _ONE}
+        if value.source == "fixed":
+            return _marginal(self.problem.slots[value.owner], self.slot_of[value.owner])
+        return {R: _ONE}
 
     def _wanted(self, edge: Edge) -> Marginal:
         if edge.sink < 0:
             placements = [c.operands[edge.operand] for c in self.problem.ops[edge.op].choices]
             return _marginal(placements, self.choice_of[edge.op])
         sink = self.problem.sinks[edge.sink]
-        if sink.param is None:
-            return {sink.placement: _ONE}
-        return _marginal(self.problem.params[sink.param].placements, self.param_of[sink.param])
+        if sink.param is not None:
+            return _marginal(self.problem.params[sink.param].placements, self.param_of[sink.param])
+        if sink.slot is not None:
+            return _marginal(self.problem.slots[sink.slot], self.slot_of[sink.slot])
+        return {R: _ONE}
 
     def _legal(self, v: int, edge: Edge) -> Callable[[Placement, Placement], bool]:
         kept_by_backward = self.problem.values[v].kept and "backward" in edge.phases
@@ -278,7 +310,7 @@ class _Builder:
     # --- costs
 
     def _price_chain(self, chain: Chain, made: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> None:
-        ways = way_through(self.problem, Weights(), chain, made, wanted)  # which there are does not depend on prices
+        ways = ends_with_a_way(self.problem, chain, made, wanted)
         flows = self._link(self._made(chain.value), self._wanted(chain.edges[-1]), lambda p, q: (p, q) in ways)
         for ends, flow in flows.items():
             self._cost(flow, ("chain", chain.value, *ends))

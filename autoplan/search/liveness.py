@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autoplan.cost_models.memory import liveness_peak
 from autoplan.search.layer_problem import (
     Assignment,
+    Edge,
     LayerProblem,
     Phase,
     own_placement,
@@ -93,8 +94,8 @@ class _Walk:
                     first_need[v] = min(first_need.get(v, end), step)
             if len(op.phases) == 2 and step < end:
                 self._run(j, "backward", step)
-        for sink in problem.sinks:
-            want = sink.placement if sink.param is None else self.stored[sink.param]
+        for i, sink in enumerate(problem.sinks):
+            want = wanted_placement(problem, Edge(phases=(sink.phase,), sink=i), self.chosen, self.stored)
             deferred = sink.param is not None and want == R and self.placed[sink.value] == P
             used = None if deferred else want
             last = self.middle - 1 if sink.phase == "forward" else end - 1

@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from ortools.math_opt import model_pb2
+from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, result_pb2, solution_pb2
+from ortools.math_opt.core.python import solver as mathopt_core
 from ortools.math_opt.python import mathopt
 
 __all__ = ["BACKENDS", "Backend", "Program", "Solution", "Status", "solve"]
@@ -161,12 +162,12 @@ def solve(
         backend = "glop"
     elif backend == "glop" and any(integer):
         raise ValueError("glop solves no integers; give relax=True, or another back end")
-    model = mathopt.Model.from_model_proto(_proto(program, integer))
-    hints = []
+    guide = model_parameters_pb2.ModelSolveParametersProto()
     if hint is not None and not relax:
-        pairs = hint.items() if isinstance(hint, Mapping) else enumerate(hint)
-        by_id = {variable.id: variable for variable in model.variables()}
-        hints.append(mathopt.SolutionHint(variable_values={by_id[i]: float(value) for i, value in pairs}))
+        pairs = sorted(hint.items() if isinstance(hint, Mapping) else enumerate(hint))
+        start = guide.solution_hints.add().variable_values
+        start.ids.extend(i for i, _ in pairs)
+        start.values.extend(float(value) for _, value in pairs)
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=time_limit_s),
         relative_gap_tolerance=None if relax else relative_gap,
@@ -177,14 +178,18 @@ def solve(
         parameters.lp_algorithm = mathopt.LPAlgorithm.DUAL_SIMPLEX
     if backend == "cp-sat":  # without a linear relaxation it proves nothing on programs like ours
         parameters.cp_sat.linearization_level = 2
-    result = mathopt.solve(
-        model, _TYPE[backend], params=parameters, model_params=mathopt.ModelSolveParameters(solution_hints=hints)
-    )
-    reason = result.termination.reason
+    # The message level of MathOpt: its Python objects for every variable, row and basis status cost more than the
+    # solve.
+    result = mathopt_core.solve(
+        _proto(program, integer), _TYPE[backend].value, mathopt.StreamableSolverInitArguments().to_proto(),
+        parameters.to_proto(), guide, None, callback_pb2.CallbackRegistrationProto(), None, None,
+    )  # fmt: skip
+    reason = mathopt.TerminationReason(result.termination.reason)
     if reason not in _STATUS:
         raise RuntimeError(f"{backend} ended with {reason.name}: {result.termination.detail}")
     status = _STATUS[reason]
-    if not result.has_primal_feasible_solution():
+    point = _point(result)
+    if point is None:
         return Solution(
             status="infeasible" if status == "infeasible" else "unknown",
             objective=math.inf,
@@ -194,15 +199,14 @@ def solve(
             time_s=time.perf_counter() - started,
         )
     values = np.zeros(len(program.cost))
-    for variable, value in result.variable_values().items():
-        values[variable.id] = value
+    values[np.asarray(point.ids, dtype=np.intp)] = np.asarray(point.values)
     whole = np.asarray(integer, dtype=bool)
     values[whole] = np.rint(values[whole])
     violation = program.violation(values)
     if violation > 10 * TOLERANCE:  # rounding may add a little to what the solver tolerates
         raise RuntimeError(f"{backend} returned a point that breaks a row by {violation:.1e}: scale the program")
     objective = program.objective(values)
-    bound = min(result.termination.objective_bounds.dual_bound, objective)
+    bound = min(float(result.termination.objective_bounds.dual_bound), objective)
     return Solution(
         status=status,
         objective=objective,
@@ -211,6 +215,15 @@ def solve(
         backend=backend,
         time_s=time.perf_counter() - started,
     )
+
+
+def _point(result: result_pb2.SolveResultProto) -> Any:
+    """Values of the best solution as (ids, values), zeros left out; None if there is none."""
+    for solution in result.solutions:
+        primal = solution.primal_solution
+        if primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
+            return primal.variable_values
+    return None
 
 
 def _proto(program: Program, integer: Sequence[bool]) -> model_pb2.ModelProto:

@@ -32,6 +32,8 @@ from autoplan.sharding.refinement import Refinement, refine
 
 __all__ = ["KINDS", "StrategyTables", "strategy_table"]
 
+Boundary = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # of layer.inputs and of layer.outputs
+
 KINDS = ("replicated", "batch", "tensor", "tensor+sequence")
 
 # Saving all of the memory that the fastest partition takes is worth this many times its time. 0 still prefers less
@@ -83,10 +85,13 @@ class StrategyTables:
         layer: Layer,
         group: GroupShape,
         sizes: Sizes,
-        boundary: tuple[Sequence[Placement], Sequence[Placement]],
+        boundary: Boundary,
         params: Mapping[str, Placement] | None = None,
         choices: Mapping[str, str] | None = None,
+        options: Sequence[Boundary] = (),
     ) -> LayerProblem:
+        """The layer's problem with that boundary; ``options`` are the boundaries it is to share its rows with."""
+        each = [(*inputs, *outputs) for inputs, outputs in (boundary, *options)]
         return layer_problem(
             self.prices,
             self.refinement(layer),
@@ -95,8 +100,8 @@ class StrategyTables:
             cluster=self.cluster,
             group=group,
             precision=self.precision,
-            boundary_in=boundary[0],
-            boundary_out=boundary[1],
+            boundary=each[0],
+            boundary_options=[sorted(set(found)) for found in zip(*each, strict=True)],
             params=params,
             choices=choices,
         )
@@ -106,7 +111,10 @@ class StrategyTables:
         layer = self.layer(strategy.class_id)
         group = mesh.group_shape("tensor", self.cluster)
         names = (*layer.forward, *layer.backward)
-        boundary = tuple(map(Placement.parse, strategy.boundary_in)), tuple(map(Placement.parse, strategy.boundary_out))
+        boundary = (
+            tuple(map(Placement.parse, strategy.boundary_in)),
+            tuple(map(Placement.parse, strategy.boundary_out)),
+        )
         problem = self.problem(
             layer,
             group,
@@ -124,10 +132,11 @@ class StrategyTables:
     def _build(self, layer: Layer, group: GroupShape, sizes: Sizes) -> tuple[StrategyCost, ...]:
         rows = [self._replicated(layer, group, sizes)]
         if group.size > 1:
-            for kind, boundary in boundaries(self.graph, layer, sizes, group.size):
+            kinds = dict(boundaries(self.graph, layer, sizes, group.size))
+            for kind in kinds:
                 found: list[StrategyCost] = []
                 for tied in self._tied(layer, group.size):
-                    for cost in self._variants(layer, group, sizes, kind, boundary, tied):
+                    for cost in self._variants(layer, group, sizes, kind, kinds, tied):
                         if not any(_dominates(other, cost) for other in found):
                             found = [other for other in found if not _dominates(cost, other)] + [cost]
                 rows += [_renamed(cost, kind, n) for n, cost in enumerate(found)]
@@ -164,10 +173,11 @@ class StrategyTables:
         group: GroupShape,
         sizes: Sizes,
         kind: str,
-        boundary: tuple[tuple[Placement, ...], tuple[Placement, ...]],
+        kinds: Mapping[str, Boundary],
         tied: Mapping[str, Placement],
     ) -> Iterator[StrategyCost]:
-        problem = self.problem(layer, group, sizes, boundary, tied)
+        boundary = kinds[kind]
+        problem = self.problem(layer, group, sizes, boundary, tied, options=tuple(kinds.values()))
         time_us = sum(min(op.time_us) for op in problem.ops)  # a first guess, good enough to decide among equals
         saved = max(sum(value.size_bytes for value in problem.values), 1)
         params = max(sum(param.local_bytes(R, 1) for param in problem.params), 1)
@@ -198,7 +208,7 @@ class StrategyTables:
         problem: LayerProblem,
         assignment: Assignment,
         kind: str,
-        boundary: tuple[Sequence[Placement], Sequence[Placement]],
+        boundary: Boundary,
     ) -> Strategy:
         names = (*layer.forward, *layer.backward)
         choice = {op.name: op.choices[c].name for op, c in zip(problem.ops, assignment.ops, strict=True)}
@@ -228,9 +238,6 @@ def strategy_table(
     if tables is None:
         tables = StrategyTables.of(graph, cluster, precision)
     return tables.table(class_id, mesh, sizes)
-
-
-Boundary = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 def boundaries(graph: Graph, layer: Layer, sizes: Sizes, degree: int) -> Iterator[tuple[str, Boundary]]:

@@ -32,7 +32,7 @@ def random_problem(seed: int, forward: int = 3, backward: int = 3) -> LayerProbl
     """A few ops in random wiring: views, two results, weight ops, values saved, a side value, one parameter."""
     rng = random.Random(seed)
     values = [
-        Value(name="x", index=0, shape=SHAPE, itemsize=2, source="fixed", placement=rng.choice([R, S(0)]), kept=True),
+        Value(name="x", index=0, shape=SHAPE, itemsize=2, source="fixed", owner=0, kept=True),
         Value(name="side", index=0, shape=SHAPE, itemsize=2, source="free"),
         Value(name="w", index=0, shape=SHAPE, itemsize=2, source="param", owner=0),
     ]
@@ -41,9 +41,7 @@ def random_problem(seed: int, forward: int = 3, backward: int = 3) -> LayerProbl
     for j in range(forward + backward):
         phase: Phase = "forward" if j < forward else "backward"
         if j == forward:
-            values.append(
-                Value(name="g", index=0, shape=SHAPE, itemsize=2, source="fixed", placement=S(0), phase="backward")
-            )
+            values.append(Value(name="g", index=0, shape=SHAPE, itemsize=2, source="fixed", owner=1, phase="backward"))
         operands = tuple(rng.choice(range(len(values))) for _ in range(rng.choice([1, 1, 2])))
         if j in (0, forward):  # something of the phase itself
             operands = (0 if j == 0 else len(values) - 1, *operands[1:])
@@ -62,16 +60,18 @@ def random_problem(seed: int, forward: int = 3, backward: int = 3) -> LayerProbl
     ops = _run_again(ops, values)
     last = max(i for i, v in enumerate(values) if v.phase == "forward" and v.source == "op")
     sinks = [
-        Sink(value=last, phase="forward", placement=rng.choice([R, S(0)])),
+        Sink(value=last, phase="forward", slot=1),
         Sink(value=len(values) - 1, phase="backward", param=0),
     ]
     if rng.random() < 0.5 and ops[-1].operands[0] > last:
-        sinks.append(Sink(value=ops[-1].operands[0], phase="backward", placement=values[0].placement))
+        sinks.append(Sink(value=ops[-1].operands[0], phase="backward", slot=0))
     return LayerProblem(
         ops=tuple(ops),
         values=tuple(values),
         params=(Param(name="w", shape=SHAPE, itemsize=2, trainable=True, tied=False, placements=(R, S(0), S(1))),),
         sinks=tuple(sinks),
+        slots=((R, S(0)), (S(0), R, S(1))),
+        at=(rng.randrange(2), rng.randrange(3)),
         degree=DEGREE,
         group=GroupShape(size=DEGREE, per_node=DEGREE),
         cluster=CLUSTER,

@@ -26,7 +26,7 @@ WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_the_optimum_is_that_of_enumeration(seed: int) -> None:
     problem = random_problem(seed)
     weights = WEIGHTS[seed % len(WEIGHTS)]
