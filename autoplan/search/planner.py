@@ -11,7 +11,6 @@ a bound on the whole space. Everything is deterministic while no time limit is m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -74,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How hard to look. The limits are on the outer search alone."""
+    """How hard to look. The limits are on the stage programs, all together and each."""
 
     backend: Backend = "highs"
     time_limit_s: float = 60.0
@@ -181,13 +180,12 @@ class _Run:
     effort: Effort
     progress: Progress | None
     top: int
-    started: float = field(default_factory=time.monotonic)
+    spent_s: float = 0.0  # on stage programs; inner tables have limits of their own
     pool: list[Alternative] = field(default_factory=list)
     fitting: list[Candidate] = field(
         default_factory=list
     )  # candidates not known to be out of memory, and the first that is
     bound_us: float = inf  # nothing in the space is faster
-    solved: int = 0
     best: Alternative | None = None
 
     def __post_init__(self) -> None:
@@ -256,18 +254,18 @@ class _Run:
         floor_us = max(cheap_us, min(limits.step_us, cutoff_us))
         if limits.step_us >= cutoff_us:
             return floor_us  # both are infinite where nothing fits
-        left_s = self.effort.time_limit_s - (time.monotonic() - self.started)
+        left_s = self.effort.time_limit_s - self.spent_s
         if left_s <= 0:
             return floor_us
         program = StageProgram(context.chain, rows, context.setting, context.agreed, limits)
         if self.best is not None:
             program.cut_off(cutoff_us)
-        self.solved += 1
         answer = program.solve(
             self.effort.backend,
             time_limit_s=min(left_s, self.effort.candidate_limit_s),
             relative_gap=self.effort.relative_gap,
         )
+        self.spent_s += answer.time_s
         if answer.found:
             self.offer(context.priced(answer.rows, answer.cuts, "autoplan"))
         return max(floor_us, min(answer.bound_us, cutoff_us))

@@ -25,9 +25,17 @@ KINDS = {
 }
 
 
-def cost(class_id: str, kind: str, *, degree: int = 1, batch: int = 1, **changes: object) -> StrategyCost:
+def cost(
+    class_id: str,
+    kind: str,
+    *,
+    degree: int = 1,
+    batch: int = 1,
+    boundary: tuple[str, str] | None = None,
+    **changes: object,
+) -> StrategyCost:
     """A strategy of about the weight of a transformer block; ``changes`` override fields of StrategyCost."""
-    enters, leaves = KINDS[kind]
+    enters, leaves = boundary or KINDS[kind]
     split = 1 if kind == "replicated" else degree
     numel = 4096 * (200_000_000 // 4096 // split)
     values: dict[str, object] = {
@@ -105,6 +113,7 @@ def random_cost(random_: random.Random, class_id: str, kind: str, *, tied: str =
         class_id,
         kind,
         degree=2,
+        boundary=(random_.choice(("R", "S0", "S1")), random_.choice(("R", "S1"))),
         forward_us=forward,
         backward_us=backward,
         forward_comm_us=random_.uniform(0, forward),

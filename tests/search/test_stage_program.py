@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from autoplan.plan import Proof
 from autoplan.search.bound import bounds
 from autoplan.search.brute_force import brute_force
+from autoplan.search.chain import Crossing, Skip
 from autoplan.search.rows import agreements, rows_of, undominated
 from autoplan.search.solver import BACKENDS, Backend
 from autoplan.search.stage_program import StageProgram
@@ -19,10 +22,14 @@ DEPTHS = ("bbb", "bbbb", "ebbh", "aabb", "abab")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_equals_brute_force(seed: int, backend: Backend) -> None:
     rng = random.Random(seed)
     layers = chain(DEPTHS[seed % len(DEPTHS)], size_bytes=rng.randrange(1, 1_000_000))
+    if seed % 5 in (2, 4):  # a value that passes over a layer
+        value = Crossing(out_index=0, in_index=0, size_bytes=rng.randrange(1, 1_000_000))
+        skip = Skip(producer=layers.depth[0], consumer=layers.depth[-1], value=value)
+        layers = replace(layers, skips=(skip,), relays=dict.fromkeys(pairwise(layers.depth), value.size_bytes))
     tied = "shared" if seed % 3 == 0 and len(layers.classes) > 1 else ""
     kinds = ("tensor", "tensor+sequence", "batch")
     tables = {
