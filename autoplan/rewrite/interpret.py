@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +24,7 @@ from autoplan.rewrite.collectives import shard_rows
 from autoplan.rewrite.program import Coordinate, ParamSpec, StageProgram
 from autoplan.sharding.redistribution import cut, join
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 TIMEOUT_S = 60.0
 
@@ -69,7 +70,7 @@ def interpret(
 ) -> Results:
     """One forward and one backward on every rank; the tangent is 1."""
     wires = {c: (queue.Queue[Any](), queue.Queue[Any]()) for c in programs}
-    meeting = _Meeting(programs, degrees)
+    meeting = Meeting(list(programs), degrees)
 
     def body(at: Coordinate) -> tuple[Any, ...]:
         return _run_rank(at, programs[at], degrees, wires, (params, buffers or {}, batches[at.data]))
@@ -167,11 +168,11 @@ def _same(copies: Sequence[Tensor], what: str) -> Tensor:
     return copies[0]
 
 
-class _Meeting:
+class Meeting:
     """Threads, one for each rank, that meet in the collectives of their groups."""
 
-    def __init__(self, programs: Mapping[Coordinate, StageProgram], degrees: Degrees) -> None:
-        self.ranks = list(programs)
+    def __init__(self, ranks: Sequence[Coordinate], degrees: Degrees) -> None:
+        self.ranks = ranks
         self.members: dict[str, list[Coordinate]] = {}
         for at in self.ranks:
             for name in groups_of(at, degrees).values():
@@ -179,8 +180,8 @@ class _Meeting:
         self.barriers = {name: threading.Barrier(len(members)) for name, members in self.members.items()}
         self.slots: dict[str, dict[Coordinate, Tensor]] = {name: {} for name in self.members}
 
-    def run(self, body: Callable[[Coordinate], tuple[Any, ...]]) -> dict[Coordinate, tuple[Any, ...]]:
-        results: dict[Coordinate, tuple[Any, ...]] = {}
+    def run(self, body: Callable[[Coordinate], T]) -> dict[Coordinate, T]:
+        results: dict[Coordinate, T] = {}
         errors: list[BaseException] = []
 
         def one(at: Coordinate) -> None:
@@ -214,7 +215,7 @@ class _Meeting:
 class _Served(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types neither of these two
     """Serves the collective operators of one rank."""
 
-    def __init__(self, meeting: _Meeting, at: Coordinate) -> None:
+    def __init__(self, meeting: Meeting, at: Coordinate) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meeting = meeting
         self.at = at
