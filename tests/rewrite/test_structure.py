@@ -112,19 +112,17 @@ def test_a_value_is_moved_once() -> None:
             assert len(set(computed)) == len(computed)
 
 
-def priced_as_inserted(
-    programs: list[StageProgram], plan: object, graph: object
-) -> dict[str, list[tuple[str, str, str]]]:
+def priced_as_inserted(programs: list[StageProgram], plan: Plan, graph: Graph) -> dict[str, list[Redistribution]]:
     """What a search that agrees would have priced, in the names of each class's first layer."""
-    first: dict[str, int] = {}
+    first: dict[int, str] = {}
     for layer in graph.layers:
-        first.setdefault(plan.layers[layer.index].strategy, layer.index)
-    found: dict[str, list[Redistribution]] = {key: [] for key in first}
+        if plan.layers[layer.index].strategy not in first.values():
+            first[layer.index] = plan.layers[layer.index].strategy
+    found: dict[str, list[Redistribution]] = {key: [] for key in first.values()}
     for program in programs:
         for what, unit in zip(program.redistributions, program.redistribution_layers, strict=True):
-            for key, index in first.items():
-                if unit == index:
-                    found[key].append(what)
+            if unit in first:
+                found[first[unit]].append(what)
     return found
 
 
