@@ -152,9 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
     document.save(given.out / "plan.json")
     (given.out / "report.md").write_text(report_markdown(document), encoding="utf-8")
     (given.out / "report.html").write_text(report_html(document), encoding="utf-8")
-    print(
-        f"planned in {time.perf_counter() - started:.1f} s; wrote plan.json, report.md and report.html to {given.out.resolve()}\n"
-    )
+    seconds = time.perf_counter() - started
+    print(f"planned in {seconds:.1f} s; wrote plan.json, report.md and report.html to {given.out.resolve()}\n")
 
     started = time.perf_counter()
     losses = launch(train_by_plan, RANKS, document.to_json(), cluster.to_dict(), run)

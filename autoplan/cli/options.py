@@ -59,7 +59,7 @@ Precision = Annotated[
 ]
 MemoryGb = Annotated[
     float | None,
-    typer.Option("--memory-gb", min=0.001, rich_help_panel=_PLAN, help="What a job may fill on one device, 1e9 bytes."),
+    typer.Option("--memory-gb", min=0.0, rich_help_panel=_PLAN, help="What a job may fill on one device, 1e9 bytes."),
 ]
 Output = Annotated[
     Path | None,

@@ -311,7 +311,8 @@ def headline(plan: Plan, estimate: Estimate, hand_plans: Sequence[Rival]) -> str
 
 
 def why(document: PlanDocument) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(reasons, other notes): the search leaves its reasons among the notes; they are worked out again to tell them apart."""
+    """(reasons, other notes): the search leaves its reasons among the notes; worked out again, they are told apart."""
+    # Late: it brings torch, which showing a plan would not need otherwise.
     # Late: it brings torch, which showing a plan would not need otherwise.
     from autoplan.search.explain import why as reasons
 
