@@ -37,6 +37,10 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many are d
 # Plans this close are the same to us (and to the solvers' tolerances); a proof to within it is called optimal.
 SAME = 2e-6
 
+# Tensor parallelism communicates in every layer, so beyond a node it is looked at only where the whole cluster is this
+# small (hosts of one or two devices). The proof's statement of the space counts what was left out.
+SMALL_CLUSTER = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -57,6 +61,7 @@ class Problem:
             global_batch=self.fingerprint.global_batch,
             divides=self.divides,
             pins=pins,
+            widest_tensor=max((cluster or self.cluster).devices_per_node, SMALL_CLUSTER),
         )
 
     def contexts(self, pins: Pins, cluster: Cluster | None = None) -> Contexts:

@@ -73,14 +73,23 @@ def tensor_divides(graph: Graph) -> Callable[[int], bool]:
 
 
 def enumerate_space(
-    *, devices: int, layers: int, global_batch: int, divides: Callable[[int], bool], pins: Pins | None = None
+    *,
+    devices: int,
+    layers: int,
+    global_batch: int,
+    divides: Callable[[int], bool],
+    pins: Pins | None = None,
+    widest_tensor: int | None = None,
 ) -> Space:
-    """All candidates, in a fixed order. Raises DegreeError or BatchError where the pins, or the batch, leave none."""
+    """All candidates, in a fixed order. Raises DegreeError or BatchError where the pins, or the batch, leave none.
+
+    ``widest_tensor``: the largest tensor degree to look at unless it is pinned; None for any.
+    """
     pins = pins or Pins()
     if global_batch < 1:
         raise BatchError(f"the global batch must be at least 1, not {global_batch}")
     dropped: list[Dropped] = []
-    meshes = _meshes(devices, layers, divides, pins, dropped)
+    meshes = _meshes(devices, layers, divides, pins, dropped, widest_tensor or devices)
     candidates = [c for degrees in meshes for c in _micro_batches(degrees, global_batch, pins, dropped)]
     if not candidates:
         _refuse_batch(meshes, global_batch, pins)
@@ -88,7 +97,12 @@ def enumerate_space(
 
 
 def _meshes(
-    devices: int, layers: int, divides: Callable[[int], bool], pins: Pins, dropped: list[Dropped]
+    devices: int,
+    layers: int,
+    divides: Callable[[int], bool],
+    pins: Pins,
+    dropped: list[Dropped],
+    widest_tensor: int,
 ) -> list[Degrees]:
     choices = divisors(devices)
     for name in ("pipe", "data", "tensor"):
@@ -113,6 +127,8 @@ def _meshes(
                 continue
             if pipe > layers:
                 dropped.append(Dropped(what=str(degrees), why=f"{pipe} stages, but {layers} layers"))
+            elif tensor > widest_tensor and pins.tensor is None:
+                dropped.append(Dropped(what=str(degrees), why=f"tensor {tensor} leaves the node; pin it to look at it"))
             elif not divides(tensor):
                 dropped.append(Dropped(what=str(degrees), why=f"no dim of any parameter is a multiple of {tensor}"))
             else:
