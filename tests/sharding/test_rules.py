@@ -518,6 +518,18 @@ def scatter_add(d: Dim) -> fx.Node:
     return single(aten.scatter_add.default, T(5, a), 0, ints(7, a), T(7, a))
 
 
+@case("d1")
+def index_put(d: Dim) -> fx.Node:
+    a = d()
+    return single(aten.index_put.default, T(5, a), [ints(3)], T(3, a))
+
+
+@case("d1")
+def index_put_accumulate(d: Dim) -> fx.Node:
+    a = d()
+    return single(aten.index_put.default, T(5, a), [ints(7)], T(7, a), True)
+
+
 # -- pictures
 
 
@@ -653,6 +665,11 @@ def new_zeros(d: Dim) -> fx.Node:
 
 
 @case("d0")
+def empty_like(d: Dim) -> fx.Node:
+    return single(aten.empty_like.default, T(d(), 2))
+
+
+@case("d0")
 def ones_like(d: Dim) -> fx.Node:
     return single(aten.ones_like.default, T(d()))
 
@@ -739,6 +756,19 @@ def test_expected_letters_can_be_sharded(name: str) -> None:
     assert set(letters) <= sharded
     if not letters:
         assert not sharded
+
+
+@pytest.mark.parametrize(
+    ("shapes", "letters"), [(((24, 16), (3, 16, 32)), {"k", "n"}), (((16, 24), (24, 32)), {"m", "n"})]
+)
+def test_grouped_products(shapes: tuple[tuple[int, ...], ...], letters: set[str]) -> None:
+    """They run in bfloat16 only, so sums are compared to its precision."""
+    a, b = (T(*shape, dtype=torch.bfloat16) for shape in shapes)
+    node = single(aten._grouped_mm.default, a, b, T(3, dtype=torch.int32))
+    choices = refine(node.graph.nodes).choices(node, SIZES, 2)
+    assert {c.name for c in choices} == {"*"} | letters
+    for choice in choices:
+        verify_choice(node, choice, SIZES, 2, dtype=torch.bfloat16, tolerance=0.1)
 
 
 def test_linear_ops_pass_partials_through() -> None:

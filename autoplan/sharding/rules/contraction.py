@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.sharding.registry import Call, register_rule, rule
+from autoplan.sharding.registry import Call, Dims, register_rule, rule
 from autoplan.sharding.rule import Rule
 from autoplan.sharding.rules.pointwise import aligned
 
@@ -25,3 +25,23 @@ def addmm(call: Call) -> Rule:
         right: (*batch, ("k",), ("n",)),
     }
     return call.rule(operands, [result], linear=[("self", left), ("self", right)], lowered={"k": "add_on_first_rank"})
+
+
+@rule("aten._grouped_mm.default")
+def grouped_mm(call: Call) -> Rule | None:
+    """One product for each run of rows (``m k, e k n -> m n``) or of the contracted dim (``m k, k n -> e m n``).
+
+    ``offs`` says where runs end; the dim it cuts and the groups stay whole.
+    """
+    ranks = (len(call.shape("self")), len(call.shape("mat2")))
+    if ranks == (2, 3):
+        dims: tuple[Dims, Dims, Dims] = ((("m",), ("k",)), (("e",), ("k",), ("n",)), (("m",), ("n",)))
+        cut = "m"
+    elif ranks == (2, 2):
+        dims = ((("m",), ("k",)), (("k",), ("n",)), (("e",), ("m",), ("n",)))
+        cut = "k"
+    else:
+        return None
+    a, b, result = dims
+    operands: dict[str, Dims] = {"self": a, "mat2": b, "offs": (("e",),)}
+    return call.rule(operands, [result], fixed=["e", cut], linear=[("self",), ("mat2",)])

@@ -8,7 +8,7 @@ from autoplan.sharding.rule import Rule
 
 @rule("aten.convolution.default")
 def convolution(call: Call) -> Rule | None:
-    """``n c x.., o c k.. -> n o y..``; with groups only rows are free. With a bias c is whole: each rank would add it."""
+    """``n c x.., o c k.. -> n o y..``; with groups only rows are free. With a bias c is whole too."""
     if call.arg("transposed"):
         return None
     source, weight, result, fixed = _convolution_dims(call, call.results()[0])

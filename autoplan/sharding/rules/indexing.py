@@ -50,6 +50,29 @@ def index(call: Call) -> Rule | None:
     )
 
 
+@rule("aten.index_put.default")
+def index_put(call: Call) -> Rule | None:
+    """``x d, t, t d -> x d``: the dims behind the indexed ones are free, if those come first."""
+    shape, indices = call.shape("self"), call.arg("indices")
+    at = [i for i, n in enumerate(indices) if n is not None]
+    if at != list(range(len(at))) or any(not indices[i].meta["specs"][0].dtype.is_signed for i in at):
+        return None
+    ranks = [len(indices[i].meta["specs"][0].shape) for i in at]
+    behind = len(shape) - len(at)
+    tail = numbered("d", shape[len(at) :], len(at))
+    own: Dims = (*((f"x{i}",) for i in at), *tail)
+    given = call.shape("values")
+    letters: Dims = (*((f"v{i}",) for i in range(max(len(given) - behind, 0))), *tail)
+    operands: dict[str, Dims | list[Dims]] = {
+        "self": own,
+        "values": aligned(letters, given),
+        "indices": [tuple((f"i{j}_{i}",) for i in range(rank)) for j, rank in enumerate(ranks)],
+    }
+    dims = (*letters, *own, *(d for index in operands["indices"] for d in index))
+    fixed = {letter for dim in dims for letter in dim if letter[0] in "xvi"}
+    return call.rule(operands, [own], fixed=fixed, linear=[("self", "values")])
+
+
 @rule("aten.gather.default")
 def gather(call: Call) -> Rule:
     """Dims that index and source share are free, all others (the gathered one too, on the source's side) are fixed."""

@@ -41,7 +41,8 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @rule("pointwise", "aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default",
-      "aten.lift_fresh_copy.default", "aten.where.self", "aten.native_dropout_backward.default")  # fmt: skip
+      "aten.lift_fresh_copy.default", "aten.where.self",
+      "aten.floor_divide.default", "aten.native_dropout_backward.default")  # fmt: skip
 def pointwise(call: Call) -> Rule:
     """``d0 d1, d0 1 -> d0 d1`` and the like; also what any operator with torch's pointwise tag gets."""
     return broadcast(call, _LINEAR.get(str(call.node.target), ()))
