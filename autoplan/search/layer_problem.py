@@ -180,7 +180,7 @@ class LayerProblem:
         init=False, repr=False
     )  # kept values whose memory backward needs, itself or by a view
     wanted: frozenset[int] = field(init=False, repr=False)  # of those, the ones that backward uses itself
-    derived: dict[str, Any] = field(
+    derived: dict[Any, Any] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )  # what others derive once
     _moves: dict[tuple[int, Placement, Placement], float | None] = field(

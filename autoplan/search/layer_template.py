@@ -100,7 +100,10 @@ class Template:
         for chain, _, _ in self.chains:
             made = own_placement(problem, chain.value, chosen, stored)
             wanted = wanted_placement(problem, chain.edges[-1], chosen, stored)
-            way = way_through(problem, weights, chain, (made,), (wanted,)).get((made, wanted))
+            key = (chain.value, made, wanted, weights.recompute, weights.micro_batches)
+            if key not in problem.derived:
+                problem.derived[key] = way_through(problem, weights, chain, (made,), (wanted,)).get((made, wanted))
+            way = problem.derived[key]
             if way is not None:
                 for j, c in zip(chain.ops, way[1], strict=True):
                     ops[j] = c
@@ -121,12 +124,17 @@ def structure(problem: LayerProblem) -> tuple[Any, Mapping[Placement, Placement]
     appear: 2 rows and 8 rows give ``S0/2`` and ``S0/8`` in the same places. The second result is that renaming.
     """
     names: dict[Placement, Placement] = {}
-    numbers: dict[int, int] = {1: 1}
+    numbers: dict[int, dict[int, int]] = {}  # of each dim: blocks -> number
 
     def name(placement: Placement) -> Placement:
-        if placement not in names:
-            number = numbers.setdefault(placement.blocks, len(numbers) + 1)
-            names[placement] = placement if placement.kind != "S" else S(placement.dim, number)
+        known = names.get(placement)
+        if known is not None:
+            return known
+        if placement.kind != "S":
+            names[placement] = placement
+        else:
+            of_dim = numbers.setdefault(placement.dim, {1: 1})
+            names[placement] = S(placement.dim, of_dim.setdefault(placement.blocks, len(of_dim) + 1))
         return names[placement]
 
     def all_names(placements: Iterable[Placement]) -> tuple[Placement, ...]:
