@@ -14,3 +14,5 @@ Order of a step (``step.py``): cut the batch, weigh the losses, run the schedule
 the new values. One file for each: ``mesh``, ``params``, ``precision``, ``graphs``, ``schedule``, ``gradients``,
 ``clip``, ``optimizer``, ``step``, ``checkpoint``, ``launch``; ``pieces`` and ``collectives`` hold what they share.
 """
+
+import autoplan.kernels.ops  # noqa: F401 -- registers the fused operators that rewritten graphs call

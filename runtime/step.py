@@ -56,7 +56,7 @@ class TrainStep:
             )
         self.optimizer = build_optimizer(store, optimizer, elementwise=elementwise)  # schedulers attach to it
         self.steps = 0
-        self.last_grad_norm: float | None = None
+        self._norm: Tensor | None = None
         infos = {info.path: info for info in inputs}
         self._inputs = [infos[path] for path in program.inputs]
         self._all_inputs = tuple(inputs)
@@ -81,8 +81,13 @@ class TrainStep:
         self._gradients.clear()
         self._runner.load((), ())  # the batch is the caller's again
         self.steps += 1
-        self.last_grad_norm = float(norm)
+        self._norm = norm
         return loss
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """The norm of all gradients in the last step, before clipping. Reading it waits for the device."""
+        return None if self._norm is None else float(self._norm)
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
         plan = self.plan

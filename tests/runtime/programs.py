@@ -272,7 +272,7 @@ def traced(function: Any, arguments: int) -> fx.GraphModule:
 
 
 def axes_for(case: Case) -> Axes:
-    axes = build_axes(case.degrees, torch.device("cpu"), 30.0)
+    axes = build_axes(case.degrees, torch.device("cpu"), 60.0)
     GROUPS.update(axes.groups)
     return axes
 
@@ -298,7 +298,7 @@ def reference(case: Case, steps: int, max_norm: float | None, make: Any = None) 
         limit = float("inf") if max_norm is None else max_norm
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     named = dict(model.named_parameters())
     return Reference(
         losses=losses,
