@@ -321,12 +321,16 @@ class _Backward(_Builder):
 
 
 def _random_nodes(state: State) -> frozenset[str]:
-    """Nodes that give another value when made again: the random ones, and side nodes that follow from one."""
-    found: set[str] = set()
+    """Nodes that give another value when made again.
+
+    The random ones, picks from them, side nodes that follow from one.
+    """
+    found = set(state.graph.extra.get("random", ()))
     for node in state.joint.nodes:
         if node.op != "call_function":
             continue
-        if is_random(node) or (is_side(node) and any(s.name in found for s in node.all_input_nodes)):
+        follows = is_side(node) or is_getitem(node)
+        if is_random(node) or (follows and any(s.name in found for s in node.all_input_nodes)):
             found.add(node.name)
     return frozenset(found)
 
