@@ -213,7 +213,7 @@ def decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("Mesh", f"pipe {degrees.pipe} × data {degrees.data} × tensor {degrees.tensor}"),
         ("Micro-batches", f"{plan.micro_batches:,} of {units.count(plan.micro_batch, 'row')} on each data rank"),
         ("Schedule", plan.schedule if degrees.pipe > 1 else "no pipeline"),
-        ("ZeRO", " and ".join(str(zero) for zero in zeros) if degrees.data > 1 else "no data axis"),
+        ("ZeRO", units.listed([str(zero) for zero in zeros]) if degrees.data > 1 else "no data axis"),
         ("Recompute", f"{recomputed} of {units.count(len(plan.layers), 'layer')}" if recomputed else "none"),
         ("Precision", plan.precision),
     ]

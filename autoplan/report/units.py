@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Sequence
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -47,6 +48,11 @@ def ratio(value: float) -> str:
 
 def count(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+def listed(words: Sequence[str]) -> str:
+    """``1, 2 and 3``"""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def printable(text: str) -> str:

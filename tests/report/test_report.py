@@ -173,6 +173,8 @@ def test_the_timeline_shows_pipelines_of_a_readable_size(stages: int) -> None:
         (units.share(1, 3), "33%"),
         (units.share(1, 1000), "< 1%"),
         (units.ratio(1.111), "1.11×"),
+        (units.listed(["1"]), "1"),
+        (units.listed(["1", "2", "3"]), "1, 2 and 3"),
         (units.count(1, "row"), "1 row"),
         (units.count(2000, "row"), "2,000 rows"),
     ],
