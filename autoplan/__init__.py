@@ -1,3 +1,51 @@
-"""Plans distributed training of a PyTorch model, and runs the plan."""
+"""Plans distributed training of a PyTorch model, and runs the plan.
+
+    document = autoplan.plan(model, "8x8xh100-sxm", batch)     # offline: no GPU, no weights
+    step = autoplan.compile(model, cluster)                    # under torchrun
+    loss = step(batch)
+
+Names are loaded when first used, so that ``import autoplan`` and ``autoplan --help`` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AutoplanError": "autoplan.errors",
+    "Cluster": "autoplan.cost_models.cluster",
+    "CompiledStep": "autoplan.api",
+    "Pins": "autoplan.search.space",
+    "PlanDocument": "autoplan.plan",
+    "UserError": "autoplan.errors",
+    "compile": "autoplan.api",
+    "plan": "autoplan.api",
+}
+
+__all__ = [
+    "AutoplanError",
+    "Cluster",
+    "CompiledStep",
+    "Pins",
+    "PlanDocument",
+    "UserError",
+    "__version__",
+    "compile",
+    "plan",
+]
+
+if TYPE_CHECKING:
+    from autoplan.api import CompiledStep, compile, plan  # noqa: A004 -- the name torch.compile has too
+    from autoplan.cost_models.cluster import Cluster
+    from autoplan.errors import AutoplanError, UserError
+    from autoplan.plan import PlanDocument
+    from autoplan.search.space import Pins
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

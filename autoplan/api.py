@@ -29,13 +29,11 @@ from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.optimizer import OptimizerFactory
 from autoplan.runtime.params import ParamStore, module_source
 from autoplan.runtime.step import TrainStep
-from autoplan.search.planner import search
+from autoplan.search.planner import Progress, search
 from autoplan.search.space import Pins
 from autoplan.settings import read_settings
 from autoplan.sharding.rows import row_mixing
 
-Progress = Callable[[str], None]
-"""Told what is being done now, in a few words: "capturing", "searching …"."""
 
 DTYPES: Mapping[PrecisionName, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,7 +64,7 @@ def plan(
     tell = progress or _silent
     cluster = _cluster(cluster)
     precision = precision or _own_precision(model)
-    tell("capturing the model")
+    tell("capturing the model", 0, 1)
     graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True)
     return plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
 
@@ -353,5 +351,5 @@ def _broadcast_text(texts: tuple[str, str], device: torch.device) -> tuple[str, 
     return first, second
 
 
-def _silent(_: str) -> None:
+def _silent(what: str, done: int, total: int) -> None:
     return None

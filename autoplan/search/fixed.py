@@ -95,20 +95,25 @@ def fix(
 
 
 def choose(context: Context, wanted: Sequence[tuple[str, Kind]]) -> Mapping[tuple[str, Kind], StrategyCost]:
-    """The fastest strategy of each wanted (class, kind) such that tied parameters and skips agree."""
+    """The strategy of each wanted (class, kind), such that tied parameters and skips agree.
+
+    Somebody who asks for tensor parallelism wants the parameters cut, also where the fastest partition of a small layer
+    would leave them whole: fewest parameters on a rank first, then least time.
+    """
     options = [list(_of_kind(context, class_id, kind)) for class_id, kind in wanted]
-    best: tuple[float, tuple[StrategyCost, ...]] | None = None
+    best: tuple[tuple[int, float], tuple[StrategyCost, ...]] | None = None
     if not context.agreed:
-        picked = tuple(min(costs, key=_time_us) for costs in options)
+        picked = tuple(min(costs, key=_preference) for costs in options)
         return dict(zip(wanted, picked, strict=True))
     for costs in product(*options):
         rows = [context.rows[cost.strategy.class_id][0] for cost in costs]
         first = rows[0]
         decided = [context.row(cost, first.zero, first.recompute) for cost in costs]
         if all(len({key for row in decided for key in agreed.of(row)}) <= 1 for agreed in context.agreed):
-            time_us = sum(map(_time_us, costs))
-            if best is None or time_us < best[0]:
-                best = (time_us, costs)
+            numels, times_us = zip(*map(_preference, costs), strict=True)
+            preference = (sum(numels), sum(times_us))
+            if best is None or preference < best[0]:
+                best = (preference, costs)
     if best is None:
         kinds = ", ".join(f"{class_id} {kind}" for class_id, kind in wanted)
         raise DegreeError(f"no strategies of {kinds} place tied parameters alike; choose other kinds")
@@ -140,8 +145,8 @@ def _of_kind(context: Context, class_id: str, kind: Kind) -> Iterator[StrategyCo
     yield from found
 
 
-def _time_us(cost: StrategyCost) -> float:
-    return cost.forward_us + cost.backward_us
+def _preference(cost: StrategyCost) -> tuple[int, float]:
+    return sum(use.local_numel for use in cost.params), cost.forward_us + cost.backward_us
 
 
 def _for_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
