@@ -59,7 +59,8 @@ class TermPrices:
             keys += _chain_moves(problem, chain, made, wanted)
         table = MoveTable.of(keys, problem)
         place = {key: i for i, key in enumerate(table.moves)}
-        stages, flat = [], {}
+        stages: list[tuple[_Stage, ...]] = []
+        flat: dict[_MoveKey, int] = {}
         for chain, made, wanted in chains:
             flat.update({(chain.value, p, q): len(flat) + i for i, (p, q) in enumerate(_pairs(made, wanted))})
             stages.append(_stages(problem, chain, made, wanted, place, first_choice))
@@ -132,7 +133,7 @@ def _walk(
     problem: LayerProblem, chain: Chain, made: tuple[Placement, ...], wanted: tuple[Placement, ...]
 ) -> list[tuple[int, Edge, int | None, tuple[Placement, ...], tuple[Placement, ...]]]:
     """For each edge: its value, itself, the op it leads to (None at the last), what it is made and wanted in."""
-    steps = []
+    steps: list[tuple[int, Edge, int | None, tuple[Placement, ...], tuple[Placement, ...]]] = []
     value = chain.value
     for edge, j in zip(chain.edges, (*chain.ops, None), strict=True):
         if j is None:
@@ -209,7 +210,9 @@ def _shortest(
     start = stages[0].moves.shape[0]
     price = np.where(np.eye(start, dtype=bool), 0.0, np.inf)  # [start, made]
     for stage in stages:
-        moved = (price[:, :, None] + known[stage.moves] * weights.of(stage.phase)).min(axis=1)  # [start, wanted]
+        moved: npt.NDArray[np.float64] = (price[:, :, None] + known[stage.moves] * weights.of(stage.phase)).min(
+            axis=1
+        )  # [start, wanted]
         if not stage.makes:
             return moved
         ran = moved[:, stage.want_of] + times[stage.first_choice : stage.first_choice + len(stage.want_of)]

@@ -255,7 +255,9 @@ class MoveTable:
 
     @staticmethod
     def of(wanted: Iterable[tuple[int, Placement, Placement]], problem: LayerProblem) -> MoveTable:
-        moves, whole, piece = [], [], []
+        moves: list[tuple[int, Placement, Placement]] = []
+        whole: list[float] = []
+        piece: list[float] = []
         sends: dict[tuple[str, bool], list[int]] = {}
         for value, src, dst in dict.fromkeys(wanted):
             move = redistribution(src, dst)
