@@ -19,7 +19,7 @@ _HOMES = {
     "Cluster": "autoplan.cost_models.cluster",
     "CompiledStep": "autoplan.api",
     "Pins": "autoplan.search.space",
-    "PlanDocument": "autoplan.plan",
+    "PlanDocument": "autoplan.plans",
     "UserError": "autoplan.errors",
     "compile": "autoplan.api",
     "plan": "autoplan.api",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autoplan.api import CompiledStep, compile, plan  # noqa: A004 -- the name torch.compile has too
     from autoplan.cost_models.cluster import Cluster
     from autoplan.errors import AutoplanError, UserError
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
     from autoplan.search.space import Pins
 
 

@@ -21,7 +21,7 @@ from autoplan.capture import Graph, capture, unfold
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import ModelError, UserError
-from autoplan.plan import Fingerprint, PlanDocument, PrecisionName
+from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
 from autoplan.rewrite import rewrite
 from autoplan.runtime import checkpoint
 from autoplan.runtime.launch import local_device, session

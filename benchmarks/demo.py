@@ -25,7 +25,7 @@ from autoplan import api
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.models.text import BYTES, ByteText
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.report import report_html, report_markdown, report_text, units
 from autoplan.runtime.launch import Session, launch
 

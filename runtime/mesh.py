@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.errors import DegreeError
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite.program import Coordinate
 
 AXES = ("pipe", "data", "tensor")

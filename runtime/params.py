@@ -131,12 +131,13 @@ class ParamStore:
                     outputs.append(held.value)
             all_gather_rows(shards, outputs, self.axes.groups["data"])
 
+    @torch.no_grad()
     def full_tensor(self, held: HeldParam, local: Tensor) -> Tensor:
         """The whole tensor of which ``local`` (laid out like the master) is a part. A collective of the stage."""
-        piece = local
+        piece = local.detach()
         if not held.whole:
             piece = local.new_empty(held.piece_shape)
-            all_gather_rows([local], [piece], self.axes.groups["data"])
+            all_gather_rows([local.detach()], [piece], self.axes.groups["data"])
         if held.spec.tensor.kind != "S":
             return piece
         return join(all_gather_pieces(piece, self.axes.groups["tensor"]), held.spec.tensor)

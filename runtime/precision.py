@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from autoplan.plan import PrecisionName
+from autoplan.plans import PrecisionName
 
 COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
     "fp64": torch.float64,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from autoplan.errors import LegalityError
-from autoplan.plan import Plan
+from autoplan.plans import Plan
 from autoplan.rewrite.program import StageProgram, ValueSpec
 from autoplan.runtime.gradients import Gradients, storages
 from autoplan.runtime.graphs import boxed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoplan.capture.graph import InputInfo
 from autoplan.errors import BatchError
-from autoplan.plan import Plan
+from autoplan.plans import Plan
 from autoplan.rewrite.program import StageProgram
 from autoplan.runtime.clip import clip, squared_norm
 from autoplan.runtime.gradients import Gradients

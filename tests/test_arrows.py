@@ -28,7 +28,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 KERNELS_MAY = ("torch", "triton", "autoplan.kernels")
 COST_MODELS_MAY = ("sympy", "networkx", "numpy", "autoplan.cost_models")
 RUNTIME_MAY = (
-    "torch", "autoplan.runtime", "autoplan.kernels", "autoplan.plan", "autoplan.rewrite", "autoplan.errors",
+    "torch", "autoplan.runtime", "autoplan.kernels", "autoplan.plans", "autoplan.rewrite", "autoplan.errors",
     "autoplan.capture.graph", "autoplan.settings",
 )  # fmt: skip
 RUNTIME_USERS = re.compile(r"autoplan/(__init__|__main__|api|cli)\.py|autoplan/cli(/.*|_\w+\.py)")

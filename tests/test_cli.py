@@ -16,7 +16,7 @@ from autoplan.cli import app
 from autoplan.cli.files import write_whole
 from autoplan.cli.origin import Origin, origin_of, with_origin
 from autoplan.errors import PlanFileError, UserError
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.report.facts import ORIGIN_NOTE
 
 TINY = {

@@ -10,7 +10,7 @@ import typer
 from autoplan.cli.app import app, reported, wide
 
 if TYPE_CHECKING:
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
 
 
 @app.command()
@@ -24,7 +24,7 @@ def compare(
     from rich.text import Text
 
     from autoplan.errors import UserError
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
 
     if len(plans) < 2:
         raise UserError("give at least two plans to compare")

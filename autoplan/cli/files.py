@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autoplan.cost_models.errors import UserError
 
 if TYPE_CHECKING:
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
 
 REPORTS = (".html", ".md", ".txt")
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from autoplan.errors import PlanFileError
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.report.facts import ORIGIN_NOTE
 
 

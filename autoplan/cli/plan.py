@@ -15,7 +15,7 @@ from autoplan.cli.options import PrecisionOption, RecomputeOption, ScheduleOptio
 if TYPE_CHECKING:
     from autoplan.cost_models.cluster import Cluster
     from autoplan.models import ModelSpec
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
 
 _PINS = "Decisions to make yourself (all others are searched)"
 _FIXED = "The plan"

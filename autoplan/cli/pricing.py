@@ -8,7 +8,7 @@ from autoplan.cli.progress import Tell
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import DegreeError
 from autoplan.models import ModelSpec
-from autoplan.plan import SCHEMA_VERSION, PlanDocument, PrecisionName
+from autoplan.plans import SCHEMA_VERSION, PlanDocument, PrecisionName
 from autoplan.search.hand_plans import Uniform, rank
 from autoplan.search.planner import problem_of
 from autoplan.search.space import Pins

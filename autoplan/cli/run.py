@@ -35,7 +35,7 @@ def run(
     """Train by a plan. Starts its ranks on this machine; under torchrun, is one of them."""
     from autoplan.cli.origin import origin_of
     from autoplan.errors import PlanFileError
-    from autoplan.plan import PlanDocument
+    from autoplan.plans import PlanDocument
 
     document = PlanDocument.load(plan)
     origin = origin_of(document)

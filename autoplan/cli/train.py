@@ -14,7 +14,7 @@ from autoplan import api, models
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import UserError
 from autoplan.models.text import BYTES, ByteText
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.runtime.launch import Session
 
 

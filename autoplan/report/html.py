@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.report import units
 from autoplan.report.facts import KINDS, PARTS, Facts, Rival, facts_of
 from autoplan.report.timeline import timeline_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.report.facts import facts_of
 from autoplan.report.sections import Section, Table, sections_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoplan.cost_models.pipeline import simulate
-from autoplan.plan import Plan
+from autoplan.plans import Plan
 
 MOST_STAGES = 32  # a row for each; more would not be told apart
 ROUNDS = 4  # micro-batches drawn for each stage

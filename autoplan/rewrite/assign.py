@@ -12,7 +12,7 @@ from torch import fx
 
 from autoplan.capture.graph import Graph, Layer, Sizes
 from autoplan.errors import LegalityError
-from autoplan.plan import Plan, Strategy
+from autoplan.plans import Plan, Strategy
 from autoplan.rewrite.program import ParamSpec
 from autoplan.rewrite.state import State, is_getitem, is_integer, is_side, operands, replicated, result_of, specs_of
 from autoplan.sharding import refine

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite.collectives import shard_rows
 from autoplan.rewrite.program import Coordinate, ParamSpec, StageProgram
 from autoplan.sharding.redistribution import cut, join

@@ -19,7 +19,7 @@ import torch
 
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.errors import LegalityError
-from autoplan.plan import Plan
+from autoplan.plans import Plan
 from autoplan.rewrite.assign import assign, check_assigned
 from autoplan.rewrite.cut import check_cut, cut
 from autoplan.rewrite.finish import finish

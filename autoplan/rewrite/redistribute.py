@@ -14,7 +14,7 @@ from torch import fx
 
 from autoplan.capture.graph import Graph, Layer
 from autoplan.errors import LegalityError
-from autoplan.plan import Plan
+from autoplan.plans import Plan
 from autoplan.rewrite.collectives import move
 from autoplan.rewrite.program import StageProgram
 from autoplan.rewrite.state import (

@@ -32,7 +32,7 @@ from torch import fx
 
 from autoplan.capture.graph import Graph, Layer, Sizes, TensorSpec
 from autoplan.errors import LegalityError
-from autoplan.plan import Plan, Strategy
+from autoplan.plans import Plan, Strategy
 from autoplan.rewrite.program import Coordinate, ParamSpec
 from autoplan.sharding.placement import Placement, R
 from autoplan.sharding.rule import Choice

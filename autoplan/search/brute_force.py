@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, combinations_with_replacement, pairwise, product
 
-from autoplan.plan import Estimate, Proof
+from autoplan.plans import Estimate, Proof
 from autoplan.search.chain import Chain
 from autoplan.search.layer_row import Row, Setting
 from autoplan.search.rows import Agreement, group_key

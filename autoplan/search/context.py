@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.memory import precision as policy_of
-from autoplan.plan import Alternative, Fingerprint, LayerPlan, Plan, PrecisionName, Proof, Recompute
+from autoplan.plans import Alternative, Fingerprint, LayerPlan, Plan, PrecisionName, Proof, Recompute
 from autoplan.search.chain import Chain
 from autoplan.search.layer_row import Row, Setting, allowed_zero
 from autoplan.search.rows import Agreement, agreements, rows_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoplan.errors import UserError
-from autoplan.plan import Alternative, Estimate, Plan, PlanDocument, StageMemory
+from autoplan.plans import Alternative, Estimate, Plan, PlanDocument, StageMemory
 from autoplan.search.hand_plans import Uniform, rank
 from autoplan.search.space import Candidate, Pins, Space
 

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, DegreeError
-from autoplan.plan import Alternative, Degrees, Fingerprint, PrecisionName, Recompute, Schedule
+from autoplan.plans import Alternative, Degrees, Fingerprint, PrecisionName, Recompute, Schedule
 from autoplan.search.chain import chain_of
 from autoplan.search.context import Context, Contexts
 from autoplan.search.layer_row import allowed_zero

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from autoplan.errors import DegreeError
-from autoplan.plan import Alternative, Recompute
+from autoplan.plans import Alternative, Recompute
 from autoplan.search.context import Context, Contexts
 from autoplan.search.fixed import fix, kinds_of
 from autoplan.search.layer_row import RECOMPUTE, allowed_zero

@@ -24,7 +24,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import Algorithm, collective_algorithms, collective_time_us
 from autoplan.cost_models.compute import op_time_us
 from autoplan.cost_models.memory import Precision, shard_elements, state_bytes
-from autoplan.plan import Degrees, Recompute, Schedule
+from autoplan.plans import Degrees, Recompute, Schedule
 from autoplan.search.chain import Chain
 from autoplan.search.table import ParamUse, StrategyCost
 

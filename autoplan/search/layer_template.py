@@ -67,11 +67,15 @@ class Template:
     @staticmethod
     def of(problem: LayerProblem, known: dict[Any, Template] | None = None) -> Template:
         """The template for a problem, from ``known`` if one of its structure is there."""
-        known = {} if known is None else known
-        key, names = structure(problem)
-        if key not in known:
-            known[key] = _Builder(_renamed(problem, names)).build()
-        return replace(known[key], names={here: there for there, here in names.items()})
+        if "template" not in problem.derived:  # one problem is solved at several weights
+            known = {} if known is None else known
+            key, names = structure(problem)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = _Builder(_renamed(problem, names)).build()
+            problem.derived["template"] = replace(found, names={here: there for there, here in names.items()})
+        template: Template = problem.derived["template"]
+        return template
 
     def priced(self, problem: LayerProblem, weights: Weights) -> Program:
         """The program with the costs and the boundary of ``problem``, for which the template was asked for."""

@@ -20,7 +20,7 @@ from msgspec import structs
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import InfeasibleError
-from autoplan.plan import SCHEMA_VERSION, Alternative, Fingerprint, PlanDocument, PrecisionName, Proof
+from autoplan.plans import SCHEMA_VERSION, Alternative, Fingerprint, PlanDocument, PrecisionName, Proof
 from autoplan.search.bound import Bounds, bounds, may_fit
 from autoplan.search.chain import chain_of
 from autoplan.search.context import ChainSource, Context, Contexts, TableSource

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.plan import Recompute
+from autoplan.plans import Recompute
 from autoplan.search.chain import Chain, Skip
 from autoplan.search.layer_row import RECOMPUTE, Row, Setting, allowed_zero, held_elsewhere, price_row
 from autoplan.search.table import StrategyCost

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autoplan.capture.graph import Graph
 from autoplan.errors import BatchError, DegreeError
-from autoplan.plan import Degrees, Recompute, Schedule
+from autoplan.plans import Degrees, Recompute, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

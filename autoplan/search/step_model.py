@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.memory import precision
 from autoplan.cost_models.pipeline import in_flight
-from autoplan.plan import Estimate, Plan, Proof, StageMemory, Strategy
+from autoplan.plans import Estimate, Plan, Proof, StageMemory, Strategy
 from autoplan.search.chain import Chain, Crossing
 from autoplan.search.layer_row import Row, Setting, held_elsewhere, price_row
 from autoplan.search.table import StrategyCost

@@ -19,7 +19,7 @@ import msgspec
 from autoplan.capture.graph import BATCH, SEQ, Graph, Layer, Sizes
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.mesh import GroupShape, Mesh
-from autoplan.plan import PrecisionName, Strategy
+from autoplan.plans import PrecisionName, Strategy
 from autoplan.search.layer_graph import is_op, layer_nodes, layer_problem
 from autoplan.search.layer_problem import Assignment, LayerCost, LayerProblem, Weights, evaluate, moves_by_name
 from autoplan.search.layer_program import LayerSolution, NoAssignment, solve_layer

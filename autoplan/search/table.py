@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoplan.capture.graph import Sizes
-from autoplan.plan import Strategy
+from autoplan.plans import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from autoplan.plan import (
+from autoplan.plans import (
     Alternative,
     Degrees,
     Estimate,

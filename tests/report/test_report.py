@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoplan.plan import Degrees, PlanDocument
+from autoplan.plans import Degrees, PlanDocument
 from autoplan.report import report_html, report_markdown, report_text, units
 from autoplan.report.facts import ORIGIN_NOTE, breakdown, facts_of
 from autoplan.report.terminal import print_report

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autoplan.capture import capture
 from autoplan.capture.graph import Graph, Layer, Sizes
-from autoplan.plan import Degrees, Fingerprint, LayerPlan, Plan, Strategy
+from autoplan.plans import Degrees, Fingerprint, LayerPlan, Plan, Strategy
 from autoplan.rewrite import Coordinate, StageProgram, rewrite
 from autoplan.rewrite.interpret import Results, coordinates, groups_of, interpret
 from autoplan.rewrite.specialize import specialize

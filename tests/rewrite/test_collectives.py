@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite import collectives
 from autoplan.rewrite.collectives import gather_finish, gather_start, scatter_finish, scatter_start, shard_rows
 from autoplan.rewrite.interpret import Meeting, coordinates, group_name

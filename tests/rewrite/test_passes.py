@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autoplan.capture.graph import Sizes
 from autoplan.errors import LegalityError
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite import Coordinate, rewrite
 from tests.rewrite.models import SEQ, Chooser, assert_equal, batch, batches_for, captured, make_plan, reference
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import autoplan.kernels.ops
 from autoplan.capture.graph import Sizes
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite import Coordinate, rewrite
 from autoplan.rewrite.interpret import local_piece
 from tests.rewrite.models import SEQ, Chooser, batches_for, captured, make_plan, reference

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autoplan.capture import capture
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.rewrite.interpret import interpret
 from tests.rewrite.models import SEQ, batches_for, make_plan, programs_of
 

@@ -12,7 +12,7 @@ from torch import fx
 import autoplan.kernels.ops
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.errors import LegalityError
-from autoplan.plan import Degrees, Plan
+from autoplan.plans import Degrees, Plan
 from autoplan.rewrite import Coordinate, StageProgram, check_priced, rewrite
 from autoplan.rewrite.collectives import gather_finish, gather_start, move, scatter_finish, scatter_start
 from autoplan.rewrite.interpret import groups_of

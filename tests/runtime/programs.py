@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autoplan.capture.graph import InputInfo, TensorSpec
-from autoplan.plan import Degrees, Fingerprint, LayerPlan, Plan, Strategy
+from autoplan.plans import Degrees, Fingerprint, LayerPlan, Plan, Strategy
 from autoplan.rewrite.program import ParamSpec, StageProgram, ValueSpec
 from autoplan.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from autoplan.runtime.mesh import Axes, build_axes

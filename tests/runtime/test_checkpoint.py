@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoplan.errors import UserError
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from autoplan.runtime.checkpoint import MANIFEST, load, save
 from tests.runtime.programs import Case, adamw, axes_for, reference
 

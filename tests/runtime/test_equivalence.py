@@ -25,7 +25,7 @@ from autoplan.capture import Graph, Sizes, capture
 from autoplan.capture.trace import Promote
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, LegalityError
-from autoplan.plan import Degrees, Fingerprint, Plan, Recompute, Schedule
+from autoplan.plans import Degrees, Fingerprint, Plan, Recompute, Schedule
 from autoplan.rewrite import Coordinate, check_priced, rewrite
 from autoplan.runtime.mesh import Axes, build_axes
 from autoplan.runtime.params import ParamStore, module_source

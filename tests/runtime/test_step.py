@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoplan.errors import BatchError, UserError
-from autoplan.plan import Degrees
+from autoplan.plans import Degrees
 from tests.runtime.programs import Case, adamw, assert_like, axes_for, reference
 
 pytestmark = pytest.mark.processes

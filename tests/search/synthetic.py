@@ -8,7 +8,7 @@ import random
 from autoplan.capture.graph import Sizes
 from autoplan.cost_models.cluster import Cluster, Link
 from autoplan.cost_models.memory import precision
-from autoplan.plan import Degrees, Fingerprint, Strategy
+from autoplan.plans import Degrees, Fingerprint, Strategy
 from autoplan.search.chain import Chain, Crossing
 from autoplan.search.layer_row import Setting
 from autoplan.search.planner import Problem

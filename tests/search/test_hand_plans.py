@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoplan.plan import Alternative
+from autoplan.plans import Alternative
 from autoplan.search.hand_plans import HAND_PLANS, Uniform, hand_plans
 from autoplan.search.planner import Problem
 from autoplan.search.space import Pins

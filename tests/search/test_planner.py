@@ -7,7 +7,7 @@ import time
 import pytest
 
 from autoplan.errors import InfeasibleError
-from autoplan.plan import PlanDocument
+from autoplan.plans import PlanDocument
 from autoplan.search.bound import bounds
 from autoplan.search.context import Context
 from autoplan.search.planner import Effort, Problem, solve_problem

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from autoplan.plan import Proof
+from autoplan.plans import Proof
 from autoplan.search.bound import bounds
 from autoplan.search.brute_force import brute_force
 from autoplan.search.chain import Crossing, Skip

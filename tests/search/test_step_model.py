@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.pipeline import simulate
-from autoplan.plan import Degrees, Estimate, Proof
+from autoplan.plans import Degrees, Estimate, Proof
 from autoplan.search.chain import Chain, Crossing, Skip
 from autoplan.search.layer_row import Row, Setting, held_elsewhere, price_row
 from autoplan.search.rows import agreements
