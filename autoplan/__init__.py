@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autoplan.api import CompiledStep, compile, plan  # noqa: A004 -- the name torch.compile has too
+    from autoplan.api import CompiledStep, compile, plan
     from autoplan.cost_models.cluster import Cluster
     from autoplan.errors import AutoplanError, UserError
     from autoplan.plans import PlanDocument

@@ -34,7 +34,6 @@ from autoplan.search.space import Pins
 from autoplan.settings import read_settings
 from autoplan.sharding.rows import row_mixing
 
-
 DTYPES: Mapping[PrecisionName, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 

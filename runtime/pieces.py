@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoplan.rewrite.collectives import shard_rows
-from autoplan.sharding.placement import Placement
+from autoplan.rewrite.program import Placement
 
 
 def cut(tensor: Tensor, placement: Placement, degree: int, rank: int) -> Tensor:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoplan.capture.graph import InputInfo
 from autoplan.errors import BatchError
 from autoplan.plans import Plan
-from autoplan.rewrite.program import StageProgram
+from autoplan.rewrite.program import InputInfo, StageProgram
 from autoplan.runtime.clip import clip, squared_norm
 from autoplan.runtime.gradients import Gradients
 from autoplan.runtime.mesh import Axes

@@ -89,7 +89,9 @@ def test_wheel_holds_package_data(names: set[str]) -> None:
     hardware = {f"autoplan/cost_models/data/{file}" for file in source_files(ROOT / "cost_models" / "data", "*.toml")}
     templates = ROOT / "autoplan" / "report" / "templates"
     pages = {f"autoplan/report/templates/{file.name}" for file in templates.glob("*") if file.is_file()}
-    assert (hardware | pages | {"autoplan/py.typed"}) - names == set()
+    models = {f"autoplan/models/data/{file}" for file in source_files(ROOT / "autoplan" / "models" / "data", "*.json")}
+    assert models
+    assert (hardware | pages | models | {"autoplan/py.typed"}) - names == set()
 
 
 def test_wheel_holds_no_test_or_benchmark(names: set[str]) -> None:

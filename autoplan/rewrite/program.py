@@ -27,8 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoplan.capture.graph import TensorSpec
+from autoplan.capture.graph import InputInfo, TensorSpec
 from autoplan.sharding.placement import Placement
+
+# InputInfo and Placement are here for the runtime, which knows of capture and sharding only what a program is made of.
+__all__ = ["Coordinate", "InputInfo", "ParamSpec", "Placement", "StageProgram", "TensorSpec", "ValueSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
