@@ -105,17 +105,14 @@ def from_config(data: dict[str, Any], *, name: str, spec: str) -> ModelSpec:
         # float32: master weights. The stored dtype of a released checkpoint says nothing about training.
         with _quiet():
             module: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        if (
-            getattr(module, "loss_type", "") is None
-        ):  # transformers then falls back to this, with a warning on every rank
+        if getattr(module, "loss_type", "") is None:
+            # transformers then falls back to this, with a warning on every rank
             module.loss_type = "ForCausalLM"  # type: ignore[assignment]
         return module.train()
 
     positions = getattr(config, "max_position_embeddings", None)
     limited = config.model_type in LEARNED_POSITIONS and isinstance(positions, int)
-    pads = (
-        2 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0
-    )  # positions start after the padding index
+    pads = 2 if config.model_type in PADDED_POSITIONS else 0
     max_seq = positions - pads if limited and positions is not None else None
     image = task.batch is _image
     return ModelSpec(

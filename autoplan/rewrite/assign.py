@@ -21,10 +21,7 @@ from autoplan.sharding.rule import Choice
 
 
 def assign(state: State) -> State:
-    """``choices``.
-
-    Of every node of every layer, other stages' too (a tied parameter's gradient must suit all of them).
-    """
+    """``choices`` of every node of every layer, other stages' too: a tied gradient must suit all of them."""
     by_strategy: dict[str, tuple[Choice | None, ...]] = {}
     choices: dict[str, Choice] = {}
     for layer in state.graph.layers:
@@ -104,10 +101,7 @@ def params_of(state: State) -> tuple[ParamSpec, ...]:
 
 
 def param_placement(graph: Graph, plan: Plan, name: str) -> Placement:
-    """Placement on the tensor axis.
-
-    The same in every layer that uses the parameter; R for one that only side nodes use.
-    """
+    """Placement on the tensor axis: that in every layer that uses the parameter; R if only side nodes use it."""
     found: dict[Placement, int] = {}
     for layer in graph.layers:
         if name in layer.params:
@@ -152,10 +146,7 @@ def _side_params(state: State, layers: range) -> frozenset[str]:
 
 
 def check_assigned(state: State) -> None:
-    """Every call has a choice with one placement for each operand and result.
-
-    And no Partial is asked of a parameter.
-    """
+    """Every call has a choice, with one placement for each operand and result; no Partial is asked of a parameter."""
     for node in state.joint.nodes:
         if node.op != "call_function" or (is_getitem(node) and is_side(node)):
             continue

@@ -25,9 +25,9 @@ def cut(state: State) -> State:
 
 
 def crossings(state: State, stage: int) -> tuple[Crossing, ...]:
-    """Values that cross from ``stage`` to the next.
+    """Values that cross from ``stage`` to the next, in graph order.
 
-    In graph order. One used two stages on passes through the stage between.
+    One used two stages on passes through the stage between.
     """
     graph, plan = state.graph, state.plan
     split = plan.cuts[stage + 1]  # the first layer after the cut
@@ -76,10 +76,7 @@ def _gradient(state: State, value: str, split: int) -> str:
 
 
 def check_cut(state: State) -> None:
-    """Every operand of the stage's nodes is made in the stage.
-
-    Enters by its boundary, or is a placeholder or side node.
-    """
+    """Every operand of the stage's nodes is made in it, enters by its boundary, or is a placeholder or side node."""
     pieces, graph = state.pieces, state.graph
     own = {n for i in pieces.layers for n in graph.layers[i].forward + graph.layers[i].backward}
     inside = own | {c.value for c in pieces.activations} | {c.gradient for c in pieces.outputs}

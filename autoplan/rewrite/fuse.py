@@ -3,10 +3,9 @@
     move(x, S(d) → R) → view → mm(·, w)        all_gather_matmul(x, w, d), or …_with_input where others read the whole x
     mm(x, w) → view → move(·, P → S(d))        matmul_reduce_scatter(x, w, d)
 
-``d`` is any dim but the last, which the product runs over or makes. The views only merge the dims before the last, so
-      the rings run
-on the tensors as they are before them: (batch, seq, features), gathered or scattered along seq. An addmm is a
-product, then a sum.
+``d`` is any dim but the last, which the product runs over or makes. The views only merge the dims before the last,
+so the rings run on the tensors as they are before them: (batch, seq, features), gathered or scattered along seq. An
+addmm is a product, then a sum.
 
 The rings are operators of ``autoplan.kernels.ops``, looked up by name: whoever asks for a fused plan has imported it.
 """

@@ -57,8 +57,7 @@ def rewrite(
 ) -> StageProgram:
     """The program of the rank at ``coordinate``.
 
-    ``graph`` is unfolded. ``groups``: axis name ("data", "tensor") to process-group name, for axes of more than one
-              rank.
+    ``graph`` is unfolded. ``groups``: axis name ("data", "tensor") to process-group name, for axes of several ranks.
     ``device``: where calls that make tensors make them; None leaves it as captured.
     """
     state = State(
@@ -77,10 +76,7 @@ def rewrite(
 
 
 def _check_arguments(state: State) -> None:
-    """The caller must hand an unfolded graph.
-
-    A coordinate on the mesh, and a group for every axis of more than one rank.
-    """
+    """The caller must hand an unfolded graph, a coordinate on the mesh, and a group for every axis of several ranks."""
     if state.graph.folded:
         raise LegalityError("rewrite: the graph is folded; unfold it first")
     if len(state.plan.layers) != len(state.graph.layers):

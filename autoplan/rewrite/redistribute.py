@@ -46,10 +46,7 @@ def redistribute(state: State) -> State:
 
 
 def wanted(node: fx.Node) -> tuple[tuple[fx.Node, Placement], ...]:
-    """(operand.
-
-    Placement the node asks for); a getitem asks for nothing: it picks from a tuple that lies where it was made.
-    """
+    """(operand, placement the node asks for). A getitem asks for nothing: it picks from a tuple as that was made."""
     if node.op == "output":
         return tuple(zip(operands(node), node.meta["operands"], strict=True))
     if node.op != "call_function" or is_getitem(node) or "choice" not in node.meta:

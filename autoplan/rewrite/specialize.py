@@ -16,10 +16,7 @@ from autoplan.rewrite.state import State, is_integer
 
 
 def specialize(state: State) -> State:
-    """``joint``.
-
-    A copy of the captured graph at ``state.sizes``, on ``state.device``, every node under its captured name.
-    """
+    """``joint``: the captured graph at ``state.sizes``, on ``state.device``, nodes under their captured names."""
     joint = fx.Graph()
     copies: dict[str, fx.Node] = {}
     for node in state.graph.fx.nodes:

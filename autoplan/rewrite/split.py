@@ -43,10 +43,7 @@ from autoplan.sharding.rule import Choice
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A forward value kept for backward.
-
-    Seen from ``layer`` (whose boundary may have moved it), under ``placement``.
-    """
+    """A forward value kept for backward, seen from ``layer`` (whose boundary may have moved it), as ``placement``."""
 
     value: str
     layer: int
@@ -321,10 +318,7 @@ class _Backward(_Builder):
 
 
 def _random_nodes(state: State) -> frozenset[str]:
-    """Nodes that give another value when made again.
-
-    The random ones, picks from them, side nodes that follow from one.
-    """
+    """Nodes that give another value when made again: random ones, picks from them, side nodes that follow from one."""
     found = set(state.graph.extra.get("random", ()))
     for node in state.joint.nodes:
         if node.op != "call_function":

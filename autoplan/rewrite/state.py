@@ -137,10 +137,7 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def map_operands(node: fx.Node, swap: Callable[[int, fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``node`` with operand ``i`` (tensor arguments.
-
-    In the order they stand in the call) replaced by ``swap(i, it)``.
-    """
+    """Arguments of ``node`` with operand ``i`` (tensor arguments, in the order of the call) now ``swap(i, it)``."""
     count = 0
 
     def one(operand: fx.Node) -> Any:
@@ -199,9 +196,9 @@ def specs_of(node: fx.Node) -> tuple[TensorSpec, ...]:
 
 
 def phases(layer: Layer, nodes: Mapping[str, fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The tensor nodes of a layer.
+    """The tensor nodes of a layer, forward and backward.
 
-    Forward and backward. A pick from a forward node's results is forward, whoever uses it.
+    A pick from a forward node's results is forward, whoever uses it.
     """
     forward = [nodes[n] for n in layer.forward if n in nodes]
     made = set(forward)

@@ -122,10 +122,7 @@ def _finish_scatter(state: State, graph: fx.Graph, start: fx.Node, bucket: list[
 
 
 def check_zero(state: State) -> None:
-    """A shard is read only by gathers.
-
-    Every start has one finish, later; shards of gradients leave for zero 2 and 3.
-    """
+    """A shard is read only by gathers, a start has one finish, later, and zero 2 and 3 send off shards of gradients."""
     if state.data == 1:
         return
     for graph in (state.forward, state.backward):

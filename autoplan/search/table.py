@@ -2,8 +2,7 @@
 
 The inner program (``layer_program``) solves one layer class on the tensor axis; the outer one (``stage_program``)
 chooses for every layer a row of its class's table, a ZeRO stage and recompute, and cuts the pipeline. All figures are
-for one micro-batch of
-``sizes`` on one rank.
+for one micro-batch of ``sizes`` on one rank.
 """
 
 from __future__ import annotations
