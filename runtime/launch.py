@@ -19,7 +19,7 @@ import logging
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -105,7 +105,9 @@ def launch(
             with _quiet_launcher():
                 results: dict[int, Any] = elastic_launch(config, _rank_main)(function, directory, timeout_s, args)
         except ChildFailedError as error:
-            raise RankError(_explain(Path(directory), ranks, error)) from None
+            codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+            reports = [json.loads(file.read_text()) for file in Path(directory).glob("*.failed")]
+            raise RankError(explain(reports, codes, ranks)) from None
         return results
 
 
@@ -189,14 +191,21 @@ def _silently_dead(directory: Path, settings: Settings) -> list[int]:
     return dead
 
 
-def _explain(directory: Path, ranks: int, error: ChildFailedError) -> str:
-    """The message: first the traceback of the rank that failed first, then what became of the others."""
-    reports = sorted((json.loads(file.read_text()) for file in directory.glob("*.failed")), key=lambda r: r["time_ns"])
-    codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-    silent = sorted({rank for report in reports for rank in report["dead_before"]})
+def explain(reports: Sequence[dict[str, Any]], codes: Mapping[int, int], ranks: int) -> str:
+    """The message: first what the rank said that failed first, then what became of the others.
+
+    ``reports``: what ``_report`` wrote. ``codes``: exit codes of the ranks that the launcher saw fail before it ended
+    the others. What it ends dies silently too, so a report written after that names too many dead; the launcher's own
+    sight decides between them.
+    """
+    reports = sorted(reports, key=lambda r: r["time_ns"])
     reported = [report["rank"] for report in reports]
-    if not reports:
-        silent = sorted(codes)
+    seen_silent = sorted(set(codes) - set(reported))
+    if reports:
+        before = reports[0]["dead_before"]
+        silent = [rank for rank in seen_silent if rank in before] if seen_silent else before
+    else:
+        silent = seen_silent
     if silent:
         ends = ", ".join(f"rank {r} ({_exit(codes.get(r))})" for r in silent)
         message = f"died without a traceback: {ends}. Killed from outside, out of memory, or a crash in native code?"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.errors import RankError, UserError
-from autoplan.runtime.launch import Session, launch, session
+from autoplan.runtime.launch import Session, explain, launch, session
 from autoplan.settings import Settings, read_settings
 
 pytestmark = pytest.mark.processes
@@ -58,6 +58,29 @@ def test_first_failure_comes_first(function: Callable[..., None], words: str) ->
     with pytest.raises(RankError, match=rf"\A{words}"):
         launch(function, 3, timeout_s=60)
     assert time.monotonic() - begin < 40, "ends when the rank dies, not when the others time out"
+
+
+@pytest.mark.parametrize(
+    ("dead_before", "codes", "first"),
+    [
+        ([[2], []], {2: 7}, "died without a traceback: rank 2 (exit code 7)."),
+        ([[2], []], {0: 1}, "died without a traceback: rank 2 (exit code unknown)."),
+        (
+            [[1, 2], []],
+            {2: -9},
+            "died without a traceback: rank 2 (signal 9).",
+        ),  # the launcher had ended rank 1 by then
+        ([[], [2]], {2: 7}, "error of rank 0"),  # rank 2 crashed because of it
+        ([[], []], {1: 1}, "error of rank 0"),
+        ([], {1: 7}, "died without a traceback: rank 1 (exit code 7)."),
+    ],
+)
+def test_who_was_first(dead_before: list[list[int]], codes: dict[int, int], first: str) -> None:
+    reports = [
+        {"rank": rank, "time_ns": rank, "traceback": f"error of rank {rank}", "dead_before": dead}
+        for rank, dead in enumerate(dead_before)
+    ]
+    assert explain(reports[::-1], codes, 3).startswith(first)
 
 
 def test_hanging_rank_ends_within_the_timeout() -> None:
