@@ -222,10 +222,12 @@ def may_fit(chain: Chain, rows: Mapping[str, Sequence[Row]], setting: Setting) -
     stages = setting.degrees.pipe
     static = {c: np.array([float(r.static_bytes) for r in rows[c]]) for c in chain.classes}
     held = {c: np.array([float(r.held_bytes) for r in rows[c]]) for c in chain.classes}
+    working = {c: float(min(r.transient_bytes for r in rows[c])) for c in chain.classes}
+    largest = interval_max(np.array([working[c] for c in chain.depth]))
     cost = np.empty((stages, len(chain.depth) + 1, len(chain.depth) + 1))
     for stage in range(stages):
         flights = in_flight(stage, stages, setting.micro_batches, setting.schedule)
         least = {c: float((static[c] + flights * held[c]).min()) for c in chain.classes}
         total = np.concatenate([[0.0], np.cumsum([least[c] for c in chain.depth])])
-        cost[stage] = total[None, :] - total[:, None]
+        cost[stage] = total[None, :] - total[:, None] + largest
     return best_cuts(cost, np.maximum)[0] <= setting.cluster.memory_bytes

@@ -80,6 +80,7 @@ class Contexts:
     chains: ChainSource
     tables: TableSource
     pins: Pins = field(default_factory=Pins)
+    relaxed_tables: TableSource | None = None  # rows that no strategy beats, cheap to make; None: there are none
     _known: dict[Candidate, Context] = field(init=False, repr=False, default_factory=dict)
 
     def of(self, candidate: Candidate) -> Context:
@@ -87,9 +88,13 @@ class Contexts:
             self._known[candidate] = self._make(candidate)
         return self._known[candidate]
 
-    def _make(self, candidate: Candidate) -> Context:
+    def relaxed(self, candidate: Candidate) -> Context | None:
+        """A context in which every plan is at least as good as its like in ``of(candidate)``."""
+        return None if self.relaxed_tables is None else self._make(candidate, self.relaxed_tables)
+
+    def _make(self, candidate: Candidate, source: TableSource | None = None) -> Context:
         chain = self.chains(candidate.micro_batch)
-        tables = {class_id: self.tables(class_id, candidate) for class_id in chain.classes}
+        tables = {class_id: (source or self.tables)(class_id, candidate) for class_id in chain.classes}
         setting = Setting(
             cluster=self.cluster,
             degrees=candidate.degrees,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from msgspec import structs
 
@@ -44,7 +45,8 @@ def _sharded(candidate: Candidate, node: int) -> bool:
 
 
 def _megatron(candidate: Candidate, node: int) -> bool:
-    return candidate.schedule == "1f1b" and candidate.degrees.tensor <= node
+    degrees = candidate.degrees
+    return candidate.schedule == "1f1b" and degrees.tensor <= node and degrees.tensor * degrees.pipe > 1
 
 
 HAND_PLANS = (
@@ -120,15 +122,29 @@ def _kinds(context: Context, kind: int) -> list[str] | None:
     return [chosen[class_id] for class_id in context.chain.depth]
 
 
-def hand_plans(candidates: Sequence[Candidate], uniform: Uniform) -> tuple[Alternative, ...]:
-    """The best of each recipe, in the order of ``HAND_PLANS``; a recipe that no candidate suits is left out."""
+Floor = Callable[[Candidate, tuple[int, ...] | None, tuple[Recompute, ...]], float]
+"""A bound on the step of every plan of a candidate with these ZeRO stages and recompute choices; infinite: no fit."""
+
+
+def hand_plans(
+    candidates: Sequence[Candidate], uniform: Uniform, floor: Floor | None = None
+) -> tuple[Alternative, ...]:
+    """The best of each recipe, in the order of ``HAND_PLANS``; a recipe that no candidate suits is left out.
+
+    ``floor`` spares the candidates of a recipe that cannot beat the best of it found before.
+    """
     node = uniform.contexts.cluster.devices_per_node
     chosen = []
     for recipe in HAND_PLANS:
         suited = [c for c in candidates if recipe.considers(c, node)]
-        plans = [plan for c in suited for plan in uniform.plans(c, recipe.zeros, recipe.recomputes)]
-        if plans:
-            best = min(plans, key=rank)
+        floors = [0.0 if floor is None else floor(c, recipe.zeros, recipe.recomputes) for c in suited]
+        best: Alternative | None = None
+        for least_us, candidate in sorted(zip(floors, suited, strict=True), key=lambda pair: pair[0]):
+            if best is not None and least_us >= (best.estimate.step_us if best.estimate.fits else inf):
+                break
+            for plan in uniform.plans(candidate, recipe.zeros, recipe.recomputes):
+                best = plan if best is None else min(best, plan, key=rank)
+        if best is not None:
             chosen.append(Alternative(plan=structs.replace(best.plan, name=recipe.name), estimate=best.estimate))
     return tuple(chosen)
 

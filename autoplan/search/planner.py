@@ -1,8 +1,9 @@
 """The outer search: over every candidate of the space, to the fastest plan that fits, with its proof.
 
-    1  enumerate candidates (``space``); of one mesh, micro-batches above one that cannot fit are left out
-    2  bound each without memory, in milliseconds, and order them by bound
-    3  price the hand plans, and uniform plans in order of bound: the first incumbents, and most of the runners-up
+    1  enumerate candidates (``space``), and price the hand plans: the first incumbents
+    2  a floor for each, from rows in which everything is cut at no cost, in milliseconds; order them by floor
+    3  in that order, while the floor is below the incumbent: solve the inner tables, bound without memory, and price
+       uniform plans: better incumbents, and most of the runners-up
     4  in order of bound, until it reaches the incumbent: bound with memory, and solve the stage program below it
 
 A candidate is left unsolved only when a proved bound says that it holds nothing faster, so the least of all bounds is
@@ -11,7 +12,7 @@ a bound on the whole space. Everything is deterministic while no time limit is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -20,12 +21,13 @@ from msgspec import structs
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import InfeasibleError
-from autoplan.plans import SCHEMA_VERSION, Alternative, Fingerprint, PlanDocument, PrecisionName, Proof
+from autoplan.plans import SCHEMA_VERSION, Alternative, Fingerprint, PlanDocument, PrecisionName, Proof, Recompute
 from autoplan.search.bound import Bounds, bounds, may_fit
 from autoplan.search.chain import chain_of
 from autoplan.search.context import ChainSource, Context, Contexts, TableSource
 from autoplan.search.explain import explain_infeasible, why
 from autoplan.search.hand_plans import Uniform, hand_plans, rank
+from autoplan.search.layer_row import RECOMPUTE, allowed_zero
 from autoplan.search.rows import undominated
 from autoplan.search.solver import Backend
 from autoplan.search.space import Candidate, Pins, Space, enumerate_space, tensor_divides
@@ -42,6 +44,14 @@ SAME = 2e-6
 SMALL_CLUSTER = 4
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """The inner tables on one cluster, and rows that are cheap to make and that no strategy beats (None: not known)."""
+
+    exact: TableSource
+    relaxed: TableSource | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """What to plan. ``tables_for`` gives the inner tables on a cluster (another one, when looking for a way out)."""
@@ -51,7 +61,7 @@ class Problem:
     fingerprint: Fingerprint
     layers: int
     chains: ChainSource
-    tables_for: Callable[[Cluster], TableSource]
+    tables_for: Callable[[Cluster], Tables]
     divides: Callable[[int], bool]  # which tensor degrees divide something
 
     def space(self, pins: Pins, cluster: Cluster | None = None) -> Space:
@@ -66,12 +76,14 @@ class Problem:
 
     def contexts(self, pins: Pins, cluster: Cluster | None = None) -> Contexts:
         cluster = cluster or self.cluster
+        tables = self.tables_for(cluster)
         return Contexts(
             cluster=cluster,
             precision=self.precision,
             fingerprint=self.fingerprint,
             chains=self.chains,
-            tables=self.tables_for(cluster),
+            tables=tables.exact,
+            relaxed_tables=tables.relaxed,
             pins=pins,
         )
 
@@ -109,10 +121,15 @@ def problem_of(
 ) -> Problem:
     """The problem of a captured model; its tables are solved when they are first asked for."""
 
-    def tables_for(on: Cluster) -> TableSource:
+    def tables_for(on: Cluster) -> Tables:
         tables = StrategyTables.of(graph, on, precision)
-        return lambda class_id, candidate: tables.table(
-            class_id, candidate.degrees.mesh, Sizes(batch=candidate.micro_batch, seq=seq)
+
+        def sizes(candidate: Candidate) -> Sizes:
+            return Sizes(batch=candidate.micro_batch, seq=seq)
+
+        return Tables(
+            exact=lambda class_id, c: tables.table(class_id, c.degrees.mesh, sizes(c)),
+            relaxed=lambda class_id, c: tables.relaxed(class_id, c.degrees.mesh, sizes(c)),
         )
 
     return Problem(
@@ -145,10 +162,11 @@ def solve_problem(
     pins = pins or Pins()
     space = problem.space(pins)
     run = _Run(contexts=problem.contexts(pins), effort=effort or Effort(), progress=progress, top=top)
-    candidates = run.bound(space.candidates)
     hand = _hand_plans(problem, pins, run, space)
-    run.price_uniform(candidates, hand)
-    run.solve(candidates)
+    if pins == Pins():
+        for alternative in hand:
+            run.offer(alternative)
+    run.solve(run.look(space.candidates))
     if run.best is None:
         raise InfeasibleError(explain_infeasible(problem, pins, run.uniform, space))
     chosen = run.chosen(_in_words(space))
@@ -171,10 +189,9 @@ def _hand_plans(problem: Problem, pins: Pins, run: _Run, space: Space) -> tuple[
     """Hand plans know nothing of pins; they are searched for in the whole space."""
     run.tell("hand plans", 0, 1)
     if pins == Pins():
-        return hand_plans(run.fitting, run.uniform)
+        return hand_plans(space.candidates, run.uniform, run.floor)
     free = _Run(contexts=problem.contexts(Pins()), effort=run.effort, progress=None, top=0)
-    free.bound(problem.space(Pins()).candidates)
-    return hand_plans(free.fitting, free.uniform)
+    return hand_plans(problem.space(Pins()).candidates, free.uniform, free.floor)
 
 
 @dataclass(kw_only=True)
@@ -187,9 +204,6 @@ class _Run:
     top: int
     spent_s: float = 0.0  # on stage programs; inner tables have limits of their own
     pool: list[Alternative] = field(default_factory=list)
-    fitting: list[Candidate] = field(
-        default_factory=list
-    )  # candidates not known to be out of memory, and the first that is
     bound_us: float = inf  # nothing in the space is faster
     best: Alternative | None = None
 
@@ -210,35 +224,53 @@ class _Run:
             if alternative.estimate.step_us < self.best_us:
                 self.best = alternative
 
-    def bound(self, candidates: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
-        """(lower bound, candidate) of all that may fit, by growing bound."""
-        bounded: list[tuple[float, Candidate]] = []
-        too_big: dict[object, int] = {}
+    def floor(
+        self, candidate: Candidate, zeros: tuple[int, ...] | None = None, recomputes: tuple[Recompute, ...] = RECOMPUTE
+    ) -> float:
+        """What no plan of a candidate can beat, from rows that need no program; infinite where nothing can fit."""
+        context = self.contexts.relaxed(candidate)
+        if context is None:
+            return 0.0
+        allowed = allowed_zero(candidate.degrees.data)
+        stages = None if zeros is None else {min(zero, allowed[-1]) for zero in zeros}
+        rows = {
+            class_id: undominated(
+                [r for r in table if (stages is None or r.zero in stages) and r.recompute in recomputes], ()
+            )
+            for class_id, table in context.rows.items()
+        }
+        if not may_fit(context.chain, rows, context.setting):
+            return inf
+        return bounds(context.chain, rows, context.setting).step_us
+
+    def look(self, candidates: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+        """(lower bound, candidate) by growing bound, of all that may hold something faster than the incumbent.
+
+        Candidates come in order of a floor that needs no tables. Tables are made, and uniform plans priced, while the
+        floor is below the incumbent, and until there are as many plans as were asked for.
+        """
+        floors = []
         for index, candidate in enumerate(candidates):
             self.tell("candidates", index, len(candidates))
-            smaller = too_big.get(candidate.degrees)
-            if smaller is not None and candidate.schedule == "1f1b" and candidate.micro_batch % smaller == 0:
-                continue  # as many micro-batches in flight, each of them larger
+            floors.append(self.floor(candidate))
+        bounded: list[tuple[float, Candidate]] = []
+        ordered = sorted(zip(floors, candidates, strict=True), key=lambda pair: pair[0])
+        for index, (floor_us, candidate) in enumerate(ordered):
+            self.tell("strategies", index, len(ordered))
+            if floor_us == inf:
+                break
+            if floor_us >= self.best_us * (1 - SAME):
+                bounded.append((floor_us, candidate))
+                if len({_pattern(plan) for plan in self.pool}) > self.top:
+                    break  # and so are all that follow
             context = self.contexts.of(candidate)
-            self.fitting.append(candidate)
             if may_fit(context.chain, context.rows, context.setting):
                 rows = {c: undominated(table, (), memory=False) for c, table in context.rows.items()}
                 limit = bounds(context.chain, rows, context.setting, memory=False)
-                bounded.append((limit.step_us, candidate))
-            elif candidate.schedule == "1f1b":
-                too_big.setdefault(candidate.degrees, candidate.micro_batch)
+                bounded.append((max(floor_us, limit.step_us), candidate))
+                for alternative in self.uniform.plans(candidate):
+                    self.offer(alternative)
         return sorted(bounded, key=lambda pair: pair[0])
-
-    def price_uniform(self, candidates: Iterable[tuple[float, Candidate]], hand: Sequence[Alternative]) -> None:
-        """Uniform plans, until no candidate that is left can be among the best ``top``."""
-        for alternative in hand if self.contexts.pins == Pins() else ():
-            self.offer(alternative)
-        for bound_us, candidate in candidates:
-            kth = sorted(plan.estimate.step_us for plan in self.pool)[: self.top + 1]
-            if len(kth) > self.top and bound_us > kth[-1]:
-                break
-            for alternative in self.uniform.plans(candidate):
-                self.offer(alternative)
 
     def solve(self, candidates: Sequence[tuple[float, Candidate]]) -> None:
         """Exact answers for all that may still hold something faster; sets ``bound_us``."""

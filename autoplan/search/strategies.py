@@ -70,6 +70,15 @@ class StrategyTables:
             self._tables[key] = self._build(self.layer(class_id), group, sizes)
         return self._tables[key]
 
+    def relaxed(self, class_id: str, mesh: Mesh, sizes: Sizes) -> tuple[StrategyCost, ...]:
+        """One row that no strategy of ``table`` beats in anything; without solving a program.
+
+        All work and all bytes divided by the tensor degree, and nothing communicated.
+        """
+        alone = Mesh(pipe=mesh.pipe, data=mesh.data, tensor=1)
+        (whole,) = self.table(class_id, alone, sizes)
+        return (_divided(whole, mesh.tensor),)
+
     def layer(self, class_id: str) -> Layer:
         """The layer that stands for its class."""
         return next(layer for layer in self.graph.layers if layer.class_id == class_id)
@@ -318,6 +327,30 @@ def _row(
         params=tuple(params),
         optimal=optimal,
         redistributions=moves_by_name(problem, assignment, cost),
+    )
+
+
+def _divided(row: StrategyCost, degree: int) -> StrategyCost:
+    """``row``'s price if everything in it were cut ``degree`` times at no cost."""
+    if degree == 1:
+        return row
+    return replace(
+        row,
+        tensor_degree=degree,
+        forward_us=row.forward_us / degree,
+        backward_us=row.backward_us / degree,
+        forward_comm_us=0.0,
+        backward_comm_us=0.0,
+        saved_bytes=row.saved_bytes // degree,
+        boundary_bytes=row.boundary_bytes // degree,
+        # A working set may shrink more than it is cut, since what is saved in another placement leaves it. But where
+        # forward was recomputed, all that backward needs is there at once.
+        transient_forward_bytes=0,
+        transient_backward_bytes=0,
+        transient_recompute_bytes=max(0, row.saved_bytes - row.boundary_bytes) // degree,
+        output_bytes=row.output_bytes // degree,
+        params=tuple(replace(use, local_numel=use.local_numel // degree, deferred=False) for use in row.params),
+        redistributions=(),
     )
 
 

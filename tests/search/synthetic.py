@@ -11,7 +11,7 @@ from autoplan.cost_models.memory import precision
 from autoplan.plans import Degrees, Fingerprint, Strategy
 from autoplan.search.chain import Chain, Crossing
 from autoplan.search.layer_row import Setting
-from autoplan.search.planner import Problem
+from autoplan.search.planner import Problem, Tables
 from autoplan.search.space import Candidate
 from autoplan.search.table import ParamUse, StrategyCost
 
@@ -172,6 +172,6 @@ def problem(on: Cluster, *, blocks: int = 6, global_batch: int = 16, max_tensor:
         ),
         layers=blocks + 2,
         chains=lambda batch: chain("e" + "b" * blocks + "h", 64_000_000 * batch),
-        tables_for=lambda _: table,
+        tables_for=lambda _: Tables(exact=table),
         divides=lambda degree: degree <= max_tensor,
     )

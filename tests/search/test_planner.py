@@ -69,7 +69,7 @@ def test_the_document_is_whole_and_the_same_every_time() -> None:
     assert all(r.estimate.fits for r in document.runners_up)
     assert len({(str(r.plan.degrees), r.plan.micro_batch, r.plan.layers) for r in document.runners_up}) == 5
     assert all(h.estimate.step_us >= times[0] * (1 - 1e-6) for h in document.hand_plans if h.estimate.fits)
-    assert dict.fromkeys(seen) == dict.fromkeys(["candidates", "hand plans", "stage programs"])
+    assert dict.fromkeys(seen) == dict.fromkeys(["candidates", "hand plans", "strategies", "stage programs"])
 
 
 def test_pins_are_kept() -> None:
