@@ -306,7 +306,7 @@ def build_step(
     groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
     program = rewrite(graph, plan, axes.coordinate, groups, device)
     store = ParamStore(program, axes, source)
-    return TrainStep(program, store, plan, axes, graph.inputs, optimizer, max_norm=clip_norm)
+    return TrainStep(program, store, plan, axes, graph.inputs, optimizer, max_norm=clip_norm, loss_kind=graph.loss_kind)
 
 
 def fingerprint(graph: Graph, cluster: Cluster, batch: Batch, model_name: str) -> Fingerprint:
