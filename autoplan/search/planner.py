@@ -30,7 +30,7 @@ from autoplan.search.hand_plans import Uniform, hand_plans, rank
 from autoplan.search.layer_row import RECOMPUTE, allowed_zero
 from autoplan.search.rows import undominated
 from autoplan.search.solver import Backend
-from autoplan.search.space import Candidate, Pins, Space, enumerate_space, tensor_divides
+from autoplan.search.space import Candidate, Pins, Space, attention_heads, enumerate_space, tensor_divides
 from autoplan.search.stage_program import StageProgram
 from autoplan.search.strategies import StrategyTables
 
@@ -63,6 +63,7 @@ class Problem:
     chains: ChainSource
     tables_for: Callable[[Cluster], Tables]
     divides: Callable[[int], bool]  # which tensor degrees divide something
+    heads: Sequence[tuple[str, int]] = ()  # of the model's attention, by kind
 
     def space(self, pins: Pins, cluster: Cluster | None = None) -> Space:
         return enumerate_space(
@@ -72,6 +73,7 @@ class Problem:
             divides=self.divides,
             pins=pins,
             widest_tensor=max((cluster or self.cluster).devices_per_node, SMALL_CLUSTER),
+            heads=self.heads,
         )
 
     def contexts(self, pins: Pins, cluster: Cluster | None = None) -> Contexts:
@@ -147,6 +149,7 @@ def problem_of(
         chains=lambda micro_batch: chain_of(graph, Sizes(batch=micro_batch, seq=seq)),
         tables_for=tables_for,
         divides=tensor_divides(graph),
+        heads=attention_heads(graph),
     )
 
 

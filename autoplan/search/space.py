@@ -10,7 +10,7 @@ narrow the space; a pin that leaves nothing is refused with the choices that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.capture.graph import Graph
@@ -72,6 +72,16 @@ def tensor_divides(graph: Graph) -> Callable[[int], bool]:
     return lambda degree: degree == 1 or any(dim % degree == 0 for dim in dims)
 
 
+def attention_heads(graph: Graph) -> tuple[tuple[str, int], ...]:
+    """("attention heads" or "key-value heads", how many) of every attention call, distinct, fewest last."""
+    counts: set[tuple[str, int]] = set()
+    for node in graph.fx.nodes:
+        if str(node.target) == "autoplan.attention.default":
+            q, k = (int(operand.meta["specs"][0].shape[1]) for operand in node.args[:2])
+            counts.add(("attention heads", q) if q == k else ("key-value heads", k))
+    return tuple(sorted(counts, key=lambda pair: -pair[1]))
+
+
 def enumerate_space(
     *,
     devices: int,
@@ -80,14 +90,22 @@ def enumerate_space(
     divides: Callable[[int], bool],
     pins: Pins | None = None,
     widest_tensor: int | None = None,
+    heads: Sequence[tuple[str, int]] = (),
 ) -> Space:
     """All candidates, in a fixed order. Raises DegreeError or BatchError where the pins, or the batch, leave none.
 
-    ``widest_tensor``: the largest tensor degree to look at unless it is pinned; None for any.
+    ``widest_tensor``: the largest tensor degree to look at unless it is pinned; None for any. ``heads``: what a pinned
+    tensor degree must divide; the search itself only lacks the choice of sharding by head where it does not.
     """
     pins = pins or Pins()
     if global_batch < 1:
         raise BatchError(f"the global batch must be at least 1, not {global_batch}")
+    for what, count in heads:
+        if pins.tensor is not None and count % pins.tensor:
+            valid = [d for d in divisors(devices) if all(n % d == 0 for _, n in heads)]
+            raise DegreeError(
+                f"tensor {pins.tensor} does not divide the model's {count} {what}; use one of {_list(valid)}"
+            )
     dropped: list[Dropped] = []
     meshes = _meshes(devices, layers, divides, pins, dropped, widest_tensor or devices)
     candidates = [c for degrees in meshes for c in _micro_batches(degrees, global_batch, pins, dropped)]

@@ -250,6 +250,7 @@ def compare(plan: Plan, graph: Graph, model: nn.Module, reference: Reference) ->
     for name, value in step.store.full_state_dict().items():
         if name in reference.parameters:
             worst["parameter"] = max(worst["parameter"], relative(value, reference.parameters[name]))
+    step.axes.close()
     return worst
 
 

@@ -1,0 +1,318 @@
+"""What a user types: plan, compile, and a script of their own under torchrun."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import autoplan
+from autoplan import api
+from autoplan.capture import capture
+from autoplan.capture.trace import Promote
+from autoplan.cost_models.cluster import Cluster
+from autoplan.errors import DegreeError, FingerprintError, ModelError, UserError
+from autoplan.plans import PlanDocument
+from autoplan.runtime.params import module_source
+from autoplan.search.planner import search
+
+ROWS, TOKENS = 8, 16
+
+
+def gpt2(layers: int = 2, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        vocab_size=64,
+        n_positions=TOKENS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def batch(step: int = 0, mask: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 64, (ROWS, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[1, 4:] = -100
+    made = {"input_ids": ids, "labels": labels}
+    if mask:
+        made["attention_mask"] = torch.ones_like(ids)
+        made["attention_mask"][1, 4:] = 0
+    return made
+
+
+class Perceptron(nn.Module):
+    """Not a transformer: unequal widths, a frozen layer, a buffer, and no loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.register_buffer("scale", torch.full((12,), 0.5))
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.layers = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.layers(self.frozen(x * self.scale))
+
+
+def squared_error(output: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return (output - given["target"]).square().mean()
+
+
+def regression(step: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(ROWS, 12, generator=generator),
+        "target": torch.randn(ROWS, 3, generator=generator),
+    }
+
+
+SCRIPT = """
+import json, sys
+import torch, autoplan
+sys.path.insert(0, sys.argv[1])
+from tests.test_api import batch, gpt2
+step = autoplan.compile(gpt2(), autoplan.Cluster.local(devices=2))
+losses = [float(step(batch(i, mask=True))) for i in range(3)]
+if torch.distributed.get_rank() == 0:
+    print("LOSSES", json.dumps(losses), step.plan.plan.degrees.size)
+"""
+
+
+@pytest.mark.processes
+def test_a_users_script_under_torchrun(tmp_path: Path) -> None:
+    """Two arguments, the default optimizer, padded rows, and a process group that nobody but autoplan sets up."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).parents[1])
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        root,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = next(x for x in done.stdout.splitlines() if x.startswith("LOSSES"))
+    losses = json.loads(line.removeprefix("LOSSES ").rsplit(" ", 1)[0])
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    expected = []
+    for i in range(3):
+        optimizer.zero_grad()
+        loss = model(**batch(i, mask=True)).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*loss_type.*")
+def test_one_process_needs_no_launcher() -> None:
+    model = Perceptron()
+    reference = Perceptron()
+    with autoplan.compile(
+        model, Cluster.local(devices=1), loss_fn=squared_error, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    ) as step:
+        optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+        for i in range(4):
+            given = regression(i)
+            loss = squared_error(reference(**given), given)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert float(step(given)) == pytest.approx(float(loss.detach()), rel=1e-5)
+        after = step.state_dict()
+    assert not dist.is_initialized()
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(after[name], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _perceptron_ranks(rank: int, world: int, degrees: dict[str, int]) -> None:
+    step = autoplan.compile(
+        Perceptron(), Cluster.local(devices=world), loss_fn=squared_error, pins=autoplan.Pins(**degrees), clip_norm=0.5
+    )
+    reference = Perceptron()
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-3)
+    for i in range(3):
+        given = regression(i)
+        loss = squared_error(reference(**given), given)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in reference.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        assert float(step(given)) == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert step.plan is not None
+    assert all(getattr(step.plan.plan.degrees, k) == v for k, v in degrees.items() if k in ("data", "tensor", "pipe"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("degrees", [{"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
+def test_a_model_that_is_no_transformer(run_ranks: Callable[..., None], degrees: dict[str, int]) -> None:
+    run_ranks(_perceptron_ranks, 2, degrees)
+
+
+def _bf16_ranks(rank: int, world: int) -> None:
+    step = autoplan.compile(gpt2(), Cluster.local(devices=world), precision="bf16", pins=autoplan.Pins(data=2, zero=2))
+    reference = gpt2()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    first, last = 0.0, 0.0
+    for _ in range(8):
+        loss = reference(**batch(0)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        last = float(step(batch(0)))
+        first = first or last
+        # bfloat16 keeps 8 bits; float32 masters keep the two runs together over the steps
+        assert last == pytest.approx(float(loss.detach()), rel=2e-2)
+    assert last < first
+    masters = [m for _, m in step._ready().store.trainable]
+    assert all(m.dtype == torch.float32 for m in masters)
+    assert all(v.dtype == torch.bfloat16 for v in step._ready().store.values)
+
+
+@pytest.mark.processes
+def test_bf16_with_float32_masters(run_ranks: Callable[..., None]) -> None:
+    run_ranks(_bf16_ranks, 2)
+
+
+def demo_search(layers: int) -> tuple[Any, PlanDocument, Cluster]:
+    """The demo's problem in float64, small: memory so short that no replica fits."""
+    graph = capture(gpt2(layers, dtype=torch.float64), batch(), promote=True)
+    numel = sum(p.numel() for p in gpt2(layers).parameters())
+    cluster = Cluster.local(devices=4, memory_bytes=numel * 8 * 4 + 200_000)
+    return graph, search(graph, cluster, global_batch=ROWS, seq=TOKENS, precision="fp64", top=20), cluster
+
+
+def _run_sample(rank: int, world: int, texts: list[str]) -> None:
+    graph = capture(gpt2(3, dtype=torch.float64), batch(), promote=True)
+    for text in texts:
+        document = PlanDocument.from_json(text)
+        step = api.build_step(
+            graph,
+            document,
+            module_source(gpt2(3, dtype=torch.float64)),
+            torch.device("cpu"),
+            60.0,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            1.0,
+        )
+        reference = gpt2(3, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        for i in range(2):
+            with Promote():
+                loss = reference(**batch(i), use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            optimizer.step()
+            assert float(step(batch(i))) == pytest.approx(float(loss.detach()), rel=1e-9), document.plan
+            assert step.last_grad_norm == pytest.approx(float(norm), rel=1e-9), document.plan
+        expected = dict(reference.named_parameters())
+        for name, value in step.store.full_state_dict().items():
+            if name in expected:
+                torch.testing.assert_close(value, expected[name].detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_what_the_search_ranks_runs(run_ranks: Callable[..., None]) -> None:
+    """A sample of the top 20 of the demo's search, each on 4 ranks for two steps against one process."""
+    _, document, _ = demo_search(3)
+    ddp = next(h for h in document.hand_plans if h.plan.name == "ddp")
+    assert not ddp.estimate.fits
+    ranked = [
+        document,
+        *(PlanDocument(schema_version=1, plan=r.plan, estimate=r.estimate) for r in document.runners_up),
+    ]
+    assert len(ranked) >= 10
+    sample = [ranked[0], *random.Random(1).sample(ranked[1:], 5)]
+    run_ranks(_run_sample, 4, [d.to_json() for d in sample])
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    cluster = Cluster.local(devices=1)
+    document = autoplan.plan(gpt2(), cluster, batch())
+    with (
+        autoplan.compile(gpt2(3), cluster, plan=document) as step,
+        pytest.raises(FingerprintError, match=r"made for something else. model: the plan has"),
+    ):
+        step(batch())
+
+
+def test_ranks_must_be_as_many_as_devices() -> None:
+    with (
+        autoplan.compile(gpt2(), Cluster.local(devices=4)) as step,
+        pytest.raises(UserError, match=r"1 rank\(s\) are running.*torchrun --nproc-per-node 4"),
+    ):
+        step(batch())
+
+
+def test_dropout_is_planned_for_and_refused_when_run() -> None:
+    cluster = Cluster.local(devices=1)
+    document = autoplan.plan(gpt2(dropout=0.1), cluster, batch())
+    assert any("random" in note for note in document.notes)
+    with autoplan.compile(gpt2(dropout=0.1), cluster) as step, pytest.raises(ModelError, match="dropout"):
+        step(batch())
+    with autoplan.compile(gpt2(dropout=0.1).eval(), cluster) as step:
+        assert float(step(batch())) > 0
+
+
+def test_rows_that_mix_keep_the_batch_whole() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return squared_error(self.last(self.norm(self.first(x))), {"target": target})
+
+    document = autoplan.plan(Normed(), Cluster.local(devices=2), regression())
+    assert document.plan.degrees.data == 1
+    assert document.plan.micro_batches == 1
+    assert any("mixes the rows" in note for note in document.notes)
+    with pytest.raises(ModelError, match="mixes the rows"):
+        autoplan.plan(Normed(), Cluster.local(devices=2), regression(), pins=autoplan.Pins(data=2))
+
+
+def test_a_degree_that_heads_do_not_divide() -> None:
+    """GPT-2 with 4 heads: tensor 8 would cut a head in two."""
+    with pytest.raises(DegreeError, match=r"4 attention heads.*use one of 1, 2, 4"):
+        autoplan.plan(gpt2(), Cluster.local(devices=8), batch(), pins=autoplan.Pins(tensor=8))
+
+
+def test_the_report_is_text() -> None:
+    document = autoplan.plan(gpt2(), "1x4xa100-40gb-sxm", batch())
+    assert "Why this plan" in document.report()
+
+
+def test_names_are_what_all_says() -> None:
+    for name in autoplan.__all__:
+        assert getattr(autoplan, name) is not None
+    assert callable(autoplan.plan)
+    from autoplan.plans import Plan
+
+    assert Plan is not None
+    assert callable(autoplan.plan), "importing a submodule must not replace the function"
