@@ -16,6 +16,7 @@ import datetime
 import fcntl
 import json
 import logging
+import sys
 import tempfile
 import time
 import traceback
@@ -166,14 +167,25 @@ def _report(directory: Path, settings: Settings) -> None:
         "rank": settings.rank,
         "time_ns": time.time_ns(),
         "traceback": traceback.format_exc(),
-        "dead_before": _silently_dead(directory, settings),
+        "dead_before": _silently_dead(directory, settings, sys.exception()),
     }
     temporary = directory / f"{settings.rank}.part"
     temporary.write_text(json.dumps(report), encoding="utf-8")
     temporary.replace(directory / f"{settings.rank}.failed")
 
 
-def _silently_dead(directory: Path, settings: Settings) -> list[int]:
+DEATH_SHOWS_S = 1.0  # a dying process may close its connections this much before it drops its lock
+
+
+def _silently_dead(directory: Path, settings: Settings, error: BaseException | None) -> list[int]:
+    """Ranks that died before this one failed, without a word; waits for the lock of one that is just dying."""
+    until = time.monotonic() + (DEATH_SHOWS_S if isinstance(error, RuntimeError) else 0.0)
+    while not (dead := _dead_now(directory, settings)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return dead
+
+
+def _dead_now(directory: Path, settings: Settings) -> list[int]:
     """Ranks that started, hold their lock no longer, and said neither that they finished nor that they failed."""
     dead = []
     for rank in range(settings.world_size):

@@ -86,8 +86,8 @@ def regression(step: int = 0) -> dict[str, Tensor]:
 
 SCRIPT = """
 import json, sys
-import torch, autoplan
 sys.path.insert(0, sys.argv[1])
+import torch, autoplan
 from tests.test_api import batch, gpt2
 step = autoplan.compile(gpt2(), autoplan.Cluster.local(devices=2))
 losses = [float(step(batch(i, mask=True))) for i in range(3)]

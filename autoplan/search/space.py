@@ -100,14 +100,14 @@ def enumerate_space(
     pins = pins or Pins()
     if global_batch < 1:
         raise BatchError(f"the global batch must be at least 1, not {global_batch}")
+    dropped: list[Dropped] = []
+    meshes = _meshes(devices, layers, divides, pins, dropped, widest_tensor or devices)
     for what, count in heads:
         if pins.tensor is not None and count % pins.tensor:
             valid = [d for d in divisors(devices) if all(n % d == 0 for _, n in heads)]
             raise DegreeError(
                 f"tensor {pins.tensor} does not divide the model's {count} {what}; use one of {_list(valid)}"
             )
-    dropped: list[Dropped] = []
-    meshes = _meshes(devices, layers, divides, pins, dropped, widest_tensor or devices)
     candidates = [c for degrees in meshes for c in _micro_batches(degrees, global_batch, pins, dropped)]
     if not candidates:
         _refuse_batch(meshes, global_batch, pins)
