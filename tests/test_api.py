@@ -303,6 +303,13 @@ def test_a_degree_that_heads_do_not_divide() -> None:
         autoplan.plan(gpt2(), Cluster.local(devices=8), batch(), pins=autoplan.Pins(tensor=8))
 
 
+def test_fused_products_are_the_callers_decision() -> None:
+    cluster = Cluster.local(devices=4)
+    pinned = autoplan.plan(gpt2(), cluster, batch(), pins=autoplan.Pins(tensor=2, fused_matmul=True))
+    assert pinned.plan.fused_matmul
+    assert not autoplan.plan(gpt2(), cluster, batch(), pins=autoplan.Pins(tensor=2)).plan.fused_matmul
+
+
 def test_the_report_is_text() -> None:
     document = autoplan.plan(gpt2(), "1x4xa100-40gb-sxm", batch())
     assert "Why this plan" in document.report()

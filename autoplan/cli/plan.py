@@ -47,6 +47,14 @@ def plan(
     schedule: Annotated[
         ScheduleOption | None, typer.Option("--schedule", rich_help_panel=_PINS, help="Of the pipeline.")
     ] = None,
+    fused_matmul: Annotated[
+        bool,
+        typer.Option(
+            "--fused-matmul",
+            rich_help_panel=_PINS,
+            help="Run gathers and scatters of the tensor axis as rings beside their matrix products. Not priced yet.",
+        ),
+    ] = False,
     output: options.Output = None,
     report: options.Reports = None,
     quiet: options.Quiet = False,
@@ -67,6 +75,7 @@ def plan(
         zero=zero,
         recompute=None if recompute is None else recompute.value,
         schedule=None if schedule is None else schedule.value,
+        fused_matmul=fused_matmul or None,
     )
     with progress("reading the model") as tell:
         from autoplan import api, models

@@ -34,6 +34,7 @@ class Context:
     rows: Mapping[str, tuple[Row, ...]]
     agreed: tuple[Agreement, ...]
     fingerprint: Fingerprint
+    fused_matmul: bool = False
 
     def row(self, cost: StrategyCost, zero: int, recompute: Recompute) -> Row:
         """The priced row of one decision."""
@@ -56,6 +57,7 @@ class Context:
             schedule=self.candidate.schedule,
             precision=self.setting.precision.name,  # type: ignore[arg-type]  # a policy's name is a PrecisionName
             cuts=tuple(cuts),
+            fused_matmul=self.fused_matmul and self.candidate.degrees.tensor > 1,
             layers=tuple(
                 LayerPlan(strategy=r.cost.strategy.key, zero=r.zero, recompute=r.recompute)  # type: ignore[arg-type]
                 for r in rows
@@ -114,4 +116,5 @@ class Contexts:
             rows=rows_of(chain, tables, setting, zeros=zeros, recomputes=recomputes),
             agreed=agreements(chain, tables),
             fingerprint=self.fingerprint,
+            fused_matmul=bool(self.pins.fused_matmul),
         )

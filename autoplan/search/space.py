@@ -29,6 +29,7 @@ class Pins:
     schedule: Schedule | None = None
     zero: int | None = None
     recompute: Recompute | None = None
+    fused_matmul: bool | None = None  # a decision of the caller's alone: prices do not know the ring yet
 
     def __str__(self) -> str:
         named = [(name, getattr(self, name)) for name in self.__slots__]
