@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoplan.capture import Graph, capture, unfold
+from autoplan.capture import Graph, capture
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import ModelError, UserError
@@ -51,7 +51,7 @@ def plan(
     device.
 
     model: may be on the meta device; nothing is allocated.
-    cluster: a Cluster, or what ``Cluster.parse`` takes (``"8x8xh100-sxm"``, a TOML file).
+    cluster: a Cluster, or what ``Cluster.parse`` takes (``"8x8xh100-sxm"``, a TOML file), or ``"local:4"``.
     batch: one global batch; only shapes and dtypes matter. A mapping is passed to the model as keywords.
     loss_fn: ``loss_fn(output, batch) -> scalar``, for a model that does not return its loss.
     precision: of parameters and activations in the graph (bf16 keeps float32 master weights); the model's own by
@@ -199,7 +199,8 @@ class CompiledStep:
     def prepare(self, batch: Batch) -> CompiledStep:
         """Capture, plan and rewrite for batches like this one, without training on it."""
         self._join()
-        graph = unfold(capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision], folded=True))
+        # Traced whole: a fold is checked, but nothing that runs rests on it (capture.fold).
+        graph = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision])
         self._document = self._agreed_plan(graph, batch)
         self._step = build_step(
             graph,
@@ -240,7 +241,7 @@ class CompiledStep:
         if dist.get_rank() == 0:
             try:
                 text = plan_graph(
-                    graph,
+                    self._quickest(graph, batch),
                     self._cluster,
                     batch,
                     here.model_name,
@@ -254,6 +255,11 @@ class CompiledStep:
         if failure:
             raise original or UserError(failure)
         return PlanDocument.from_json(text, "the plan of rank 0")
+
+    def _quickest(self, graph: Graph, batch: Batch) -> Graph:
+        """The folded twin of a graph, which is planned faster, if it is a twin."""
+        folded = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision], folded=True)
+        return folded if folded.structure == graph.structure else graph
 
     def _ready(self) -> TrainStep:
         if self._step is None:
@@ -322,7 +328,12 @@ def fingerprint(graph: Graph, cluster: Cluster, batch: Batch, model_name: str) -
 
 
 def _cluster(cluster: Cluster | str) -> Cluster:
-    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(cluster, str):
+        return cluster
+    kind, _, count = cluster.partition(":")
+    if kind == "local" and (count.isdigit() or not count):
+        return Cluster.local(devices=int(count) if count else None)
+    return Cluster.parse(cluster)
 
 
 def _document(plan: PlanDocument | str | Path | None) -> PlanDocument | None:

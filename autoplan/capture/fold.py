@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from autoplan.capture.graph import Graph, Layer, ParamInfo
@@ -47,6 +48,15 @@ def equal_runs(model: nn.Module) -> list[Run]:
     return runs
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INTERNAL = frozenset(vars(nn.Module()))  # what every module has
+
+
+def _is_index(key: str, value: Any) -> bool:
+    """A block's own number, which may differ: what depends on it shows in the trace, where it matters."""
+    return isinstance(value, int) and not isinstance(value, bool) and ("idx" in key or "index" in key)
+
+
 def _kind(block: nn.Module) -> str:
     """What makes two blocks trace alike: classes, parameter shapes, flags, and plain attributes that are not an
     index."""
@@ -57,16 +67,16 @@ def _kind(block: nn.Module) -> str:
             (k, tuple(p.shape), p.dtype, p.requires_grad) for k, p in module._parameters.items() if p is not None
         )
         parts.extend((k, tuple(b.shape), b.dtype) for k, b in module._buffers.items() if b is not None)
+        parts.extend((hooks, len(getattr(module, hooks))) for hooks in _HOOKS)
         for key, value in sorted(vars(module).items()):
-            if key.startswith("_") or not isinstance(value, (bool, int, float, str, tuple)):
+            if key in _INTERNAL or key in _HOOKS or _is_index(key, value):
                 continue
-            if (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and ("idx" in key or "index" in key or "layer" in key)
-            ):
-                continue
-            parts.append((key, value))
+            if callable(value):  # an activation function kept as an attribute
+                parts.append(
+                    (key, getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value).__name__))
+                )
+            elif isinstance(value, (bool, int, float, str, tuple, list, dict, set, frozenset, torch.dtype, type(None))):
+                parts.append((key, repr(value)))
     return repr(parts)
 
 
@@ -79,8 +89,10 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
         for run in runs:
             module = model.get_submodule(run.path)
             kept.append((module, dict(module._modules)))
-            for name in list(module._modules)[TRACED:]:
-                del module._modules[name]
+            names, blocks = list(module._modules), list(module._modules.values())
+            module._modules.clear()
+            picked = (blocks[0], blocks[len(blocks) // 2], blocks[-1])
+            module._modules.update(zip(names[:TRACED], picked, strict=True))
         yield
     finally:
         for module, blocks in kept:

@@ -298,6 +298,11 @@ def _data_dependent_message(error: BaseException, model: nn.Module) -> str:
 
 def _failed_message(error: BaseException, model: nn.Module) -> str:
     text = str(error).strip().splitlines()
+    if isinstance(error, TypeError) and "argument" in str(error) and ".forward()" in str(error):
+        return (
+            f"the model cannot be called with this batch: {text[0]}. A mapping is passed as keyword arguments, all of them; "
+            "what only loss_fn needs must be an argument that forward ignores (labels=None)."
+        )
     return (
         f"the model could not be traced, at\n  {user_line(error, model)}\n"
         f"  {type(error).__name__}: {text[0] if text else 'no message'}\n"

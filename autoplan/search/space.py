@@ -31,6 +31,18 @@ class Pins:
     recompute: Recompute | None = None
     fused_matmul: bool | None = None  # a decision of the caller's alone: prices do not know the ring yet
 
+    def __post_init__(self) -> None:
+        for name in ("pipe", "data", "tensor", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise DegreeError(
+                    f"Pins({name}={value!r}): give a whole number of at least 1, or None to leave it free"
+                )
+        for name, valid in (("zero", (0, 1, 2, 3)), ("recompute", ("none", "full")), ("schedule", ("1f1b", "gpipe"))):
+            value = getattr(self, name)
+            if value is not None and value not in valid:
+                raise DegreeError(f"Pins({name}={value!r}): use one of {', '.join(map(str, valid))}, or None")
+
     def __str__(self) -> str:
         named = [(name, getattr(self, name)) for name in self.__slots__]
         return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in named if value is not None) or "nothing"

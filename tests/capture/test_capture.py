@@ -251,3 +251,51 @@ def test_how_a_loss_splits_over_rows(loss_fn: Any, kind: str) -> None:
             return self.linear(x)
 
     assert capture(Only(), batch, loss_fn).loss_kind == kind
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * scale
+
+
+class Odd(nn.Module):
+    """Eight blocks of one kind; the sixth is called differently, which no traced block shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, 3.0 if i == 5 else 2.0)
+        return x.mean()
+
+
+def test_what_runs_does_not_rest_on_a_fold() -> None:
+    """The fold cannot see it; the whole graph, which is what runs, has another structure, so no such plan is run."""
+    batch = {"x": torch.zeros(4, 8, dtype=torch.float64)}
+    folded, whole = capture(Odd(), batch, folded=True), capture(Odd(), batch)
+    assert folded.folded
+    assert folded.structure != whole.structure
+
+
+class Activated(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.act = torch.tanh if index < 4 else torch.sigmoid
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.linear(x))
+
+
+def test_blocks_with_other_functions_are_not_folded() -> None:
+    model = Ramp(0)
+    model.blocks = nn.ModuleList(Activated(i) for i in range(8))
+    assert not capture(model, {"x": torch.zeros(4, 8, dtype=torch.float64)}, folded=True).folded
