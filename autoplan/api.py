@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autoplan.capture import Graph, capture
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
-from autoplan.errors import ModelError, UserError
+from autoplan.errors import BatchError, ModelError, UserError
 from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
 from autoplan.rewrite import rewrite
 from autoplan.runtime import checkpoint
@@ -172,6 +172,7 @@ class CompiledStep:
         self._document, self._precision, self._pins = document, precision, pins
         self._clip_norm, self._progress = clip_norm, progress
         self._step: TrainStep | None = None
+        self._seen: dict[str, str] = {}  # what the graph was captured for, by path
         self._exit = ExitStack()
 
     @property
@@ -193,12 +194,20 @@ class CompiledStep:
         every rank."""
         if self._step is None:
             self.prepare(batch)
+        elif (seen := _like(batch)) != self._seen:
+            differs = sorted(k for k in seen.keys() | self._seen.keys() if seen.get(k) != self._seen.get(k))
+            raise BatchError(
+                "this batch is not like the one that was compiled for: "
+                + "; ".join(f"{k!r} is {seen.get(k, 'missing')}, was {self._seen.get(k, 'missing')}" for k in differs)
+                + ". Pad it to the same shape, or compile another step."
+            )
         leaves = {path: leaf for path, leaf in batch_leaves(batch) if isinstance(leaf, Tensor)}
         return self._ready()(leaves)
 
     def prepare(self, batch: Batch) -> CompiledStep:
         """Capture, plan and rewrite for batches like this one, without training on it."""
         self._join()
+        self._seen = _like(batch)
         # Traced whole: a fold is checked, but nothing that runs rests on it (capture.fold).
         graph = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision])
         self._document = self._agreed_plan(graph, batch)
@@ -325,6 +334,14 @@ def fingerprint(graph: Graph, cluster: Cluster, batch: Batch, model_name: str) -
         cluster=cluster.fingerprint(),
         cluster_name=cluster.name,
     )
+
+
+def _like(batch: Batch) -> dict[str, str]:
+    """What a graph depends on in a batch: shape and dtype of each tensor, the value of anything else."""
+    return {
+        path: f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+        for path, leaf in batch_leaves(batch)
+    }
 
 
 def _cluster(cluster: Cluster | str) -> Cluster:

@@ -75,6 +75,10 @@ class Degrees(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     data: int = 1
     tensor: int = 1
 
+    def __post_init__(self) -> None:
+        if min(self.pipe, self.data, self.tensor) < 1:
+            raise PlanFileError(f"degrees must be at least 1: pipe {self.pipe}, data {self.data}, tensor {self.tensor}")
+
     @property
     def mesh(self) -> Mesh:
         return Mesh(pipe=self.pipe, data=self.data, tensor=self.tensor)
@@ -104,6 +108,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str = ""  # "autoplan", or the hand plan's name
 
     def __post_init__(self) -> None:
+        rows = self.degrees.data * self.micro_batch * self.micro_batches
+        if min(self.micro_batch, self.micro_batches) < 1 or rows != self.fingerprint.global_batch:
+            raise PlanFileError(
+                f"data {self.degrees.data} × micro-batch {self.micro_batch} × {self.micro_batches} micro-batches "
+                f"make {rows} rows, the plan is for {self.fingerprint.global_batch}"
+            )
         keys = {s.key for s in self.strategies}
         missing = sorted({layer.strategy for layer in self.layers} - keys)
         if missing:

@@ -43,9 +43,11 @@ def save(step: TrainStep, path: str | Path) -> None:
     """Write the training state. Every rank calls it. An older checkpoint of this name stays until this one is whole."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
+    trouble = ""
+    if dist.get_rank() == 0 and path.exists() and not (path / MANIFEST).exists():
+        trouble = f"{path} exists and is no checkpoint; give another name or remove it"
+    _raise_together(trouble)
     if dist.get_rank() == 0:
-        if path.exists() and not (path / MANIFEST).exists():
-            raise UserError(f"{path} exists and is no checkpoint; give another name or remove it")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()

@@ -53,6 +53,7 @@ def capture(
 def build(traced: Trace) -> Graph:
     """The clean, layered Graph of a raw trace."""
     graph = traced.module.graph
+    _lift_constants(graph, traced.module)
     clean.read_specs(graph, traced)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     n_params, n_buffers = len(traced.params), len(traced.buffers)
@@ -63,10 +64,10 @@ def build(traced: Trace) -> Graph:
     buffer_names = {node.name: name for node, (name, _) in zip(buffer_nodes, traced.buffers, strict=True)}
 
     updated = clean.buffer_updates(graph, buffer_names)
-    _reject_constants(graph)
     clean.name_sizes(graph)
     clean.drop_aliases(graph)
     graph.eliminate_dead_code()
+    _reject_scalars(graph)
     output = next(n for n in graph.nodes if n.op == "output")
     loss, *grads = output.args[0]
     clean.mark_phase(graph, loss, {n.name for n in param_nodes}, tangent.name)
@@ -141,12 +142,38 @@ def random_ops(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(n.name for n in graph.nodes if clean.is_random(n))
 
 
-def _reject_constants(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op == "get_attr":
+def _lift_constants(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """A number that the model wrote as a tensor becomes a call that makes it.
+
+    Raises ModelError for larger constants.
+    """
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        constant = getattr(module, str(node.target), None)
+        if not isinstance(constant, torch.Tensor) or constant.is_meta or constant.numel() != 1:
             raise ModelError(
                 f"the model uses a tensor that is neither a parameter nor a buffer ({node.target}); register it with "
                 "register_buffer so that every rank can hold it"
+            )
+        with graph.inserting_before(node):
+            made = graph.call_function(
+                aten.full.default,
+                (list(constant.shape), constant.item()),
+                {"dtype": constant.dtype, "device": torch.device("cpu"), "pin_memory": False},
+            )
+        made.meta["val"] = constant
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _reject_scalars(graph: fx.Graph) -> None:
+    """Every call must make tensors or a size; a float made from a size has no place in a graph of tensors."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "specs" not in node.meta and "expr" not in node.meta:
+            raise ModelError(
+                f"the model computes a number from the batch's sizes ({node.target}) and uses it as a float; use a "
+                "tensor (x.new_tensor(…)), or a mean instead of a sum divided by a size"
             )
 
 

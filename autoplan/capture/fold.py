@@ -89,9 +89,9 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
         for run in runs:
             module = model.get_submodule(run.path)
             kept.append((module, dict(module._modules)))
-            names, blocks = list(module._modules), list(module._modules.values())
+            names, members = list(module._modules), list(module._modules.values())
             module._modules.clear()
-            picked = (blocks[0], blocks[len(blocks) // 2], blocks[-1])
+            picked = (members[0], members[len(members) // 2], members[-1])
             module._modules.update(zip(names[:TRACED], picked, strict=True))
         yield
     finally:

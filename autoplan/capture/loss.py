@@ -77,7 +77,10 @@ def _walk(node: fx.Node) -> LossSplit:
         return _scaled(node)
     if target in _ADDS:
         terms = [_walk(a) for a in args if isinstance(a, fx.Node) and not a.meta.get("side")]
-        alike = len(set(terms)) == 1
+        others = [a for a in args if not isinstance(a, fx.Node) or a.meta.get("side")]
+        # A constant beside a mean counts once, as its weights add up to one; beside a sum it would count for each part.
+        constant = not any(isinstance(a, fx.Node) and _reads_rows(a) for a in others)
+        alike = len(set(terms)) == 1 and constant and not (others and terms[0].kind == "sum")
         return terms[0] if alike else LossSplit("mixed", at=node.name)
     if target is operator.getitem:
         return _negative_log_likelihood(node)

@@ -145,7 +145,8 @@ def mark_phase(graph: fx.Graph, loss: fx.Node, params: set[str], tangent: str) -
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["phase"] = "forward"
-            if node.name in params or node.name == tangent:
+            node.meta["side"] = node.name not in params and node.name != tangent
+            if not node.meta["side"]:
                 flows.add(node)
             continue
         if node.op == "output":

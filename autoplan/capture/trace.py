@@ -300,7 +300,8 @@ def _failed_message(error: BaseException, model: nn.Module) -> str:
     text = str(error).strip().splitlines()
     if isinstance(error, TypeError) and "argument" in str(error) and ".forward()" in str(error):
         return (
-            f"the model cannot be called with this batch: {text[0]}. A mapping is passed as keyword arguments, all of them; "
+            f"the model cannot be called with this batch: {text[0]}. A mapping is passed as keyword arguments, all of "
+            "it; "
             "what only loss_fn needs must be an argument that forward ignores (labels=None)."
         )
     return (

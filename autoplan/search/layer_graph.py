@@ -12,7 +12,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.search.layer_problem import LayerProblem, Op, Param, Phase, Sink, Source, Value
-from autoplan.search.pricing import GraphPrices, Job, is_view, times_us
+from autoplan.search.pricing import GraphPrices, Job, is_view, output_specs, times_us
 from autoplan.sharding.placement import P, Placement
 from autoplan.sharding.refinement import Refinement
 from autoplan.sharding.registry import tensor_operands
@@ -208,7 +208,7 @@ class _Reader:
         for index, node in enumerate(self.nodes):
             operands = tuple(self.value(cell) for cell in self.operand_cells(node))
             phase: Phase = "forward" if node.name in self.forward else "backward"
-            results = tuple(self.add((node.name, i), "op", index, phase=phase) for i in range(len(node.meta["specs"])))
+            results = tuple(self.add((node.name, i), "op", index, phase=phase) for i in range(len(output_specs(node))))
             phases: tuple[Phase, ...] = ("forward", "backward") if node.name in self.again else (phase,)
             options = picked[node.name]
             ops.append(

@@ -32,7 +32,7 @@ from autoplan.cost_models.compute import op_time_us
 from autoplan.cost_models.device import Device
 from autoplan.cost_models.symbols import compile_expressions
 from autoplan.sharding.placement import Placement
-from autoplan.sharding.registry import operand_specs, tensor_operands
+from autoplan.sharding.registry import operand_specs, result_specs, tensor_operands
 
 __all__ = ["GraphPrices", "NodeCount", "NodePrice", "count", "is_view", "node_time_us", "times_us"]
 
@@ -82,9 +82,17 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or str(node.target) in _FREE)
 
 
+_ABSENT = TensorSpec(shape=(sympy.Integer(0),), hint=(0,), dtype=torch.uint8)
+
+
+def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
+    """One spec for each output by its place; nothing stands, with no bytes, for a gradient that was not asked for."""
+    return tuple(spec or _ABSENT for spec in result_specs(node))
+
+
 def count(node: fx.Node) -> NodeCount:
     """FLOPs and bytes of a node."""
-    results = tuple(spec.size_bytes for spec in node.meta.get("specs", ()))
+    results = tuple(spec.size_bytes for spec in output_specs(node))
     if node.op != "call_function" or "expr" in node.meta or not results or is_view(node):
         nothing = sympy.Integer(0)
         return NodeCount(
@@ -98,7 +106,7 @@ def count(node: fx.Node) -> NodeCount:
     if special is not None:
         return special(node, operands)
     name = str(node.target).split(".")[1] if "." in str(node.target) else ""
-    largest = max((spec.numel for spec in (*operands, *node.meta["specs"])), key=_at_hint)
+    largest = max((spec.numel for spec in (*operands, *output_specs(node))), key=_at_hint)
     return NodeCount(
         kind="memory",
         flops=largest * _FLOPS_PER_ELEMENT.get(name, 1),
@@ -118,7 +126,7 @@ _Count = Callable[[fx.Node, Sequence[TensorSpec]], NodeCount]
 
 
 def _results(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    return tuple(spec.size_bytes for spec in node.meta["specs"])
+    return tuple(spec.size_bytes for spec in output_specs(node))
 
 
 def _matmul(node: fx.Node, operands: Sequence[TensorSpec]) -> NodeCount:
@@ -263,7 +271,7 @@ class GraphPrices:
             if "specs" not in node.meta:
                 continue
             counted = count(node)
-            dims = [dim for spec in node.meta["specs"] for dim in spec.shape]
+            dims = [dim for spec in output_specs(node) for dim in spec.shape]
             wanted = (counted.flops, *counted.operand_bytes, *counted.result_bytes, *dims)
             nodes.append((node.name, counted, [place(e) for e in wanted]))
         object.__setattr__(self, "_nodes", nodes)
@@ -284,7 +292,7 @@ def _price(node: fx.Node, counted: NodeCount, values: list[float]) -> NodePrice:
     rest = iter(values[1:])
     operands = tuple(next(rest) for _ in counted.operand_bytes)
     results = tuple(next(rest) for _ in counted.result_bytes)
-    specs: tuple[TensorSpec, ...] = node.meta["specs"]
+    specs = output_specs(node)
     return NodePrice(
         kind=counted.kind,
         flops=values[0],

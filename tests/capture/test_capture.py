@@ -235,6 +235,8 @@ def test_a_frozen_model_is_refused() -> None:
     [
         (lambda out, b: out.square().mean(), "mean"),
         (lambda out, b: out.square().sum(), "sum"),
+        (lambda out, b: out.square().mean() + 1.0, "mean"),
+        (lambda out, b: out.square().sum() + 1.0, "mixed"),
         (lambda out, b: out.square().sum() / b["x"].shape[0], "mean"),
         (lambda out, b: (out * b["mask"]).sum() / b["mask"].sum(), "tokens"),
         (lambda out, b: 0.5 * nn.functional.mse_loss(out, b["x"]), "mean"),
