@@ -119,7 +119,14 @@ class Case:
 
     def plan(self) -> Plan:
         return Plan(
-            fingerprint=Fingerprint(model="m", model_name="m", global_batch=1, seq=1, cluster="c", cluster_name="c"),
+            fingerprint=Fingerprint(
+                model="m",
+                model_name="m",
+                global_batch=self.degrees.data * self.micro_batch * self.micro_batches,
+                seq=1,
+                cluster="c",
+                cluster_name="c",
+            ),
             degrees=self.degrees,
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
