@@ -239,7 +239,7 @@ def _run_sample(rank: int, world: int, texts: list[str]) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_what_the_search_ranks_runs(run_ranks: Callable[..., None]) -> None:
-    """A sample of the top 20 of the demo's search, each on 4 ranks for two steps against one process."""
+    """A sample of the top 20 of a search like the demo's, smaller: two steps on 4 ranks against one process."""
     _, document, _ = demo_search(3)
     ddp = next(h for h in document.hand_plans if h.plan.name == "ddp")
     assert not ddp.estimate.fits
