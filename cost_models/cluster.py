@@ -16,6 +16,8 @@ A cluster file (every field but the first two may be left out; the device's own 
     price_per_hour = 2.1               # per device, any currency
     [intra]                            # the link inside a node; [inter] the one between nodes, per device
     bandwidth_gbps = 250
+
+A ``[testbed]`` table says how one machine stands in for the cluster (benchmarks/testbed); it is not read here.
 """
 
 import hashlib
@@ -162,6 +164,7 @@ class Cluster:
         name = reader.text("name") if reader.has("name") else "cluster"
         intra = _read_link(reader, "intra", device.scale_up)
         inter = _read_link(reader, "inter", device.scale_out)
+        reader.has("testbed")  # known here, so that one file serves planner and testbed; benchmarks/testbed reads it
         reader.finish()
         return cls(
             name=name,
