@@ -16,6 +16,7 @@ A cluster file (every field but the first two may be left out; the device's own 
     price_per_hour = 2.1               # per device, any currency
     [intra]                            # the link inside a node; [inter] the one between nodes, per device
     bandwidth_gbps = 250
+    [[collectives]]                    # measured ones, as `autoplan calibrate` writes them (``collective_fit.py``)
 
 A ``[testbed]`` table says how one machine stands in for the cluster (benchmarks/testbed); it is not read here.
 """
@@ -33,6 +34,7 @@ from typing import Any
 import networkx
 
 from autoplan.cost_models.catalogue import device as find_device
+from autoplan.cost_models.collective_fit import CollectiveFit, check_distinct
 from autoplan.cost_models.device import Device, Link
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import FieldReader, Locate, check_count, check_number, locate_in_toml
@@ -46,7 +48,8 @@ class Cluster:
     """Equal nodes of equal devices; rank ``r`` is device ``r % devices_per_node`` of node ``r // devices_per_node``.
 
     ``inter`` is the share of the node's network that one device has: with one network card per device that is the card.
-    ``memory_bytes`` is what a job may fill on one device, ``price_per_hour`` the price of one device.
+    ``memory_bytes`` is what a job may fill on one device, ``price_per_hour`` the price of one device. ``collectives``
+    are those that were measured; the analytic model prices the others.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Cluster:
     inter: Link
     memory_bytes: int
     price_per_hour: float | None = None
+    collectives: tuple[CollectiveFit, ...] = ()
 
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
@@ -65,6 +69,7 @@ class Cluster:
         check_count(owner, "memory_bytes", self.memory_bytes)
         if self.price_per_hour is not None:
             check_number(owner, "price_per_hour", self.price_per_hour, at_least=0)
+        check_distinct(owner, self.collectives)
 
     @property
     def size(self) -> int:
@@ -164,6 +169,8 @@ class Cluster:
         name = reader.text("name") if reader.has("name") else "cluster"
         intra = _read_link(reader, "intra", device.scale_up)
         inter = _read_link(reader, "inter", device.scale_out)
+        fits = reader.tables("collectives") if reader.has("collectives") else []
+        collectives = tuple(CollectiveFit.from_reader(fit) for fit in fits)
         reader.has("testbed")  # known here, so that one file serves planner and testbed; benchmarks/testbed reads it
         reader.finish()
         return cls(
@@ -175,6 +182,7 @@ class Cluster:
             inter=inter,
             memory_bytes=round(memory_bytes),
             price_per_hour=price,
+            collectives=collectives,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,6 +198,8 @@ class Cluster:
         data["device"] = self.device.name if _is_shipped(self.device) else self.device.to_dict()
         data["intra"] = self.intra.to_dict()
         data["inter"] = self.inter.to_dict()
+        if self.collectives:
+            data["collectives"] = [fit.to_dict() for fit in self.collectives]
         return data
 
     def to_toml(self) -> str:
@@ -203,10 +213,10 @@ class Cluster:
             data.pop(label, None)
         for label in ("title", "aliases"):
             data["device"].pop(label)
-        for section in data["device"].values():
-            if isinstance(section, dict):
-                section.pop("source", None)
-                section.pop("date", None)
+        sections = [section for section in data["device"].values() if isinstance(section, dict)]
+        for section in (*sections, *data.get("collectives", ())):
+            section.pop("source", None)
+            section.pop("date", None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def topology(self) -> "networkx.Graph[str]":

@@ -15,6 +15,10 @@ Every algorithm costs ``alpha_us + beta_us_per_byte * size_bytes``; the time is 
                   latency-bandwidth model itself, in Thakur, Rabenseifner, Gropp 2005).
     chain         broadcast: pipelined along the ring; binomial: log2 rounds of the whole message (Thakur et al.).
 
+    measured      ``Cluster.collectives``: latency and rate of this kind in this very group replace all of the above. In
+                  a group of another shape the model is scaled: by what the nearest measured group of the same level
+                  (inside a node or across nodes) is off, in latency and in rate.
+
 Not modelled: reductions inside a switch (NVLS, SHARP), and contention with other groups except through ``B2`` being a
 per-device share. ``size_bytes`` is always the whole tensor that the group works on, for each kind:
 
@@ -32,11 +36,10 @@ import numpy as np
 import sympy
 
 from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.collective_fit import KINDS, CollectiveFit
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import nearest
 from autoplan.cost_models.mesh import GroupShape
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +61,37 @@ def collective_algorithms(kind: str, group: GroupShape, cluster: Cluster) -> tup
         raise ClusterError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
     if group.size == 1:
         return (Algorithm(name="none", alpha_us=0.0, beta_us_per_byte=0.0),)
+    fit = _nearest_fit(kind, group, cluster)
+    return _modelled(kind, group, cluster) if fit is None else (_scaled(fit, group, cluster),)
+
+
+def _modelled(kind: str, group: GroupShape, cluster: Cluster) -> tuple[Algorithm, ...]:
+    """By links and launch cost alone."""
     launch_us = cluster.device.collective_launch_us
     costs = {name: (alpha + launch_us, beta) for name, alpha, beta in _candidates(kind, group, cluster)}
     return _lower_envelope(costs)
+
+
+def _nearest_fit(kind: str, group: GroupShape, cluster: Cluster) -> CollectiveFit | None:
+    """The measured group of this kind and level whose shape is nearest, by the factor between them."""
+    level = "intra" if group.nodes == 1 else "inter"
+    fits = [fit for fit in cluster.collectives if (fit.kind, fit.level) == (kind, level)]
+
+    def distance(fit: CollectiveFit) -> float:
+        members, per_node = fit.shape
+        return abs(math.log(group.size / members)) + abs(math.log(group.per_node / per_node))
+
+    return min(fits, key=distance, default=None)
+
+
+def _scaled(fit: CollectiveFit, group: GroupShape, cluster: Cluster) -> Algorithm:
+    """The fit as it stands for its own group; for another, latency and rate change as in the model."""
+    here = _modelled(fit.kind, group, cluster)
+    there = _modelled(fit.kind, GroupShape(size=fit.shape[0], per_node=fit.shape[1]), cluster)
+    # Latency is that of the smallest messages, rate that of the largest.
+    latency = here[0].alpha_us / there[0].alpha_us if there[0].alpha_us else 1.0
+    rate = here[-1].beta_us_per_byte / there[-1].beta_us_per_byte
+    return Algorithm(name="measured", alpha_us=fit.latency_us * latency, beta_us_per_byte=fit.us_per_byte * rate)
 
 
 def _candidates(kind: str, group: GroupShape, cluster: Cluster) -> list[tuple[str, float, float]]:

@@ -2,8 +2,14 @@
 
     time_us = launch + max(flops / (peak * matmul efficiency), bytes / (memory bandwidth * memory efficiency))
 
-The peaks, the efficiency tables and the launch cost are the device's data (``device.py``). The roofline is that of
-Williams, Waterman and Patterson (2009); making the roofs depend on size follows published planners' step tables.
+and where the rate of that very op was measured (``Device.op_rates``, ``Device.op_gflops``)
+
+    time_us = launch + bytes / rate                                                         memory-bound
+    time_us = launch + max(flops / rate, bytes / (memory bandwidth * memory efficiency))    attention, convolution
+
+The peaks, the efficiency tables, the rates and the launch cost are the device's data (``device.py``). The roofline is
+that of Williams, Waterman and Patterson (2009); making the roofs depend on size follows published planners' step
+tables.
 """
 
 from typing import Any
@@ -53,19 +59,27 @@ def vector_precision(device: Device, precision: str) -> str:
     return "fp32" if "fp32" in device.precisions else precision
 
 
-def op_time_us(flops: Any, bytes_moved: Any, precision: str, device: Device, kind: str = "matmul") -> Any:
+def op_time_us(
+    flops: Any, bytes_moved: Any, precision: str, device: Device, kind: str = "matmul", op: str | None = None
+) -> Any:
     """Time of one operation in microseconds.
 
     ``kind="matmul"``: ``flops`` run at the tensor rate of ``precision``, at the table's efficiency. ``kind="memory"``
     (elementwise, reductions, lookups): ``flops`` run at the vector rate, which binds only where bandwidth is plentiful.
+    ``op`` names the op as ``Device.op_rates`` does; an op that was not measured is priced by its kind alone.
     ``flops`` and ``bytes_moved`` may be numbers, numpy arrays or sympy expressions; ``flops.py`` counts them.
     """
     if kind not in KINDS:
         raise ClusterError(f"no operation kind is called {kind!r}; {nearest(kind, KINDS)}")
+    peak = device.flops_per_us(precision)  # refuses a precision that the device lacks, whatever the kind
     if kind == "matmul":
-        arithmetic_us = inflate(flops, device.matmul_efficiency) / device.flops_per_us(precision)
+        gflops = device.op_rate_gflops(op)
+        own = None if gflops is None else flops / (gflops * 1e3)
+        arithmetic_us = inflate(flops, device.matmul_table(precision)) / peak if own is None else own
     else:
-        device.flops_per_us(precision)  # refuses a precision that the device lacks, whatever the kind
+        gbps = device.op_rate_gbps(op)
+        if gbps is not None:
+            return device.kernel_launch_us + bytes_moved / (gbps * 1e3)
         arithmetic_us = flops / device.flops_per_us(vector_precision(device, precision))
     memory_us = inflate(bytes_moved, device.memory_efficiency) / (device.memory_bandwidth_gbps * 1e3)
     return device.kernel_launch_us + _maximum(arithmetic_us, memory_us)

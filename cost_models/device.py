@@ -1,15 +1,25 @@
 """What one accelerator can do: the ``Device`` record with its links and efficiency tables.
 
-A device is described by seven sections, the same in a catalogue file (``data/*.toml``), in a cluster file and in JSON;
-each section carries the ``source`` and ``date`` of its figures:
+A device is described by sections, the same in a catalogue file (``data/*.toml``), in a cluster file and in JSON; each
+section carries the ``source`` and ``date`` of its figures:
 
     [peak_tflops]        dense peak per precision, 1e12 FLOP/s
-    [memory]             size_bytes, bandwidth_gbps
+    [memory]             size_bytes, bandwidth_gbps; reserved_bytes (0 if left out): held by a rank before any tensor
     [scale_up]           link to the devices of the same node (per direction), and how many devices a node has
     [scale_out]          link to other nodes: this device's share of the node's network cards, per direction
     [launch]             kernel_us, collective_us: fixed cost of starting one kernel, one collective
-    [matmul_efficiency]  steps: [FLOPs of one operation, fraction of peak reached]
+    [matmul_efficiency]  steps: [FLOPs of one operation, fraction of peak reached]; a precision may have its own, as in
+                         [matmul_efficiency.fp32] steps
     [memory_efficiency]  steps: [bytes moved by one operation, fraction of memory bandwidth reached]
+
+Three more are for what has been measured, and may be left out, as may their source and date:
+
+    [op_rates]           bytes moved per second by one op, 1e9 bytes/s; an op that is not named follows the memory table
+    [op_gflops]          FLOPs per second of one op, 1e9 FLOP/s; an op that is not named follows the matmul table
+    [overlap]            comm_slowdown: while communication is in flight, computing takes 1 + comm_slowdown as long
+
+An op is named as in ATen without overload (``gelu_backward``, ``_softmax``), any other with its namespace
+(``"autoplan::attention"``); ``adamw`` is one optimizer step.
 """
 
 from collections.abc import Mapping
@@ -17,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.cost_models.errors import ClusterError
-from autoplan.cost_models.fields import FieldReader, check_count, check_number, nearest
+from autoplan.cost_models.fields import FieldReader, check_count, check_number, check_whole, nearest
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
@@ -139,6 +149,11 @@ class Device:
     matmul_efficiency: EfficiencyTable
     memory_efficiency: EfficiencyTable
     figures: tuple[Figure, ...]
+    matmul_efficiency_of: tuple[tuple[str, EfficiencyTable], ...] = ()  # precisions that have a table of their own
+    op_rates: tuple[tuple[str, float], ...] = ()
+    op_gflops: tuple[tuple[str, float], ...] = ()
+    comm_slowdown: float = 0.0
+    reserved_bytes: int = 0
 
     def __post_init__(self) -> None:
         owner = f"Device {self.name!r}"
@@ -155,6 +170,14 @@ class Device:
         check_number(owner, "memory_bandwidth_gbps", self.memory_bandwidth_gbps, above=0)
         check_number(owner, "kernel_launch_us", self.kernel_launch_us, at_least=0)
         check_number(owner, "collective_launch_us", self.collective_launch_us, at_least=0)
+        check_number(owner, "comm_slowdown", self.comm_slowdown, at_least=0)
+        check_whole(owner, "reserved_bytes", self.reserved_bytes, at_least=0)
+        for precision, _ in self.matmul_efficiency_of:
+            if precision not in PRECISIONS:
+                raise ClusterError(f"{owner}: precision {precision!r} is unknown; {nearest(precision, PRECISIONS)}")
+        for table, rows in (("op_rates", self.op_rates), ("op_gflops", self.op_gflops)):
+            for op, rate in rows:
+                check_number(owner, f"{table}.{op}", rate, above=0)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -168,24 +191,46 @@ class Device:
                 return rate * 1e6
         raise ClusterError(f"{self.name} has no {precision} arithmetic; plan with one of {', '.join(self.precisions)}")
 
+    def matmul_table(self, precision: str) -> EfficiencyTable:
+        """The fraction of the peak of ``precision`` that its matmuls reach."""
+        return dict(self.matmul_efficiency_of).get(precision, self.matmul_efficiency)
+
+    def op_rate_gbps(self, op: str | None) -> float | None:
+        """Bytes that ``op`` moves, 1e9 per second; None where it was not measured."""
+        return dict(self.op_rates).get(op) if op else None
+
+    def op_rate_gflops(self, op: str | None) -> float | None:
+        """FLOPs of ``op``, 1e9 per second; None where it was not measured."""
+        return dict(self.op_gflops).get(op) if op else None
+
     def to_dict(self) -> dict[str, Any]:
         """The sections of the module docstring, JSON-safe."""
         notes = {figure.section: {"source": figure.source, "date": figure.date} for figure in self.figures}
+        memory: dict[str, Any] = {"size_bytes": self.memory_bytes, "bandwidth_gbps": self.memory_bandwidth_gbps}
+        if self.reserved_bytes:
+            memory["reserved_bytes"] = self.reserved_bytes
         sections: dict[str, dict[str, Any]] = {
             "peak_tflops": dict(self.peak_tflops),
-            "memory": {"size_bytes": self.memory_bytes, "bandwidth_gbps": self.memory_bandwidth_gbps},
+            "memory": memory,
             "scale_up": {"devices": self.devices_per_node, **self.scale_up.to_dict()},
             "scale_out": self.scale_out.to_dict(),
             "launch": {"kernel_us": self.kernel_launch_us, "collective_us": self.collective_launch_us},
-            "matmul_efficiency": {"steps": [list(step) for step in self.matmul_efficiency.steps]},
-            "memory_efficiency": {"steps": [list(step) for step in self.memory_efficiency.steps]},
+            "matmul_efficiency": _rows(self.matmul_efficiency)
+            | {precision: _rows(table) for precision, table in self.matmul_efficiency_of},
+            "memory_efficiency": _rows(self.memory_efficiency),
         }
+        measured: dict[str, dict[str, Any]] = {
+            "op_rates": dict(self.op_rates),
+            "op_gflops": dict(self.op_gflops),
+            "overlap": {"comm_slowdown": self.comm_slowdown} if self.comm_slowdown or "overlap" in notes else {},
+        }
+        sections |= {section: values for section, values in measured.items() if values}
         return {
             "name": self.name,
             "title": self.title,
             "aliases": list(self.aliases),
             "backend": self.backend,
-            **{section: {**values, **notes[section]} for section, values in sections.items()},
+            **{section: {**values, **notes.get(section, {})} for section, values in sections.items()},
         }
 
     @classmethod
@@ -197,16 +242,23 @@ class Device:
     def from_reader(cls, reader: FieldReader) -> "Device":
         """Read one description; the reader knows file and lines."""
         figures: list[Figure] = []
+        tables: list[FieldReader] = []
 
-        def section(name: str) -> FieldReader:
-            table = reader.table(name)
-            figures.append(Figure(section=name, source=table.text("source"), date=table.text("date")))
+        def section(name: str, *, measured: bool = False) -> FieldReader:
+            table = reader.table(name) if reader.has(name) or not measured else reader.replaced(name, {})
+            tables.append(table)
+            if not measured or table.has("source") or table.has("date"):
+                figures.append(Figure(section=name, source=table.text("source"), date=table.text("date")))
             return table
 
         peaks = section("peak_tflops")
         peak_tflops = tuple((name, peaks.number(name, above=0)) for name in PRECISIONS if peaks.has(name))
         memory, scale_up, scale_out = section("memory"), section("scale_up"), section("scale_out")
         launch, matmul, moved = section("launch"), section("matmul_efficiency"), section("memory_efficiency")
+        own = tuple((name, matmul.table(name)) for name in PRECISIONS if matmul.has(name))
+        tables += [table for _, table in own]
+        rates, gflops = section("op_rates", measured=True), section("op_gflops", measured=True)
+        overlap = section("overlap", measured=True)
         if not peak_tflops:
             reader.fail("peak_tflops", f"needs at least one of {', '.join(PRECISIONS)}")
         if (backend := reader.text("backend")) not in BACKENDS:
@@ -230,10 +282,25 @@ class Device:
             matmul_efficiency=_steps(matmul),
             memory_efficiency=_steps(moved),
             figures=tuple(figures),
+            matmul_efficiency_of=tuple((name, _steps(table)) for name, table in own),
+            op_rates=_ops(rates),
+            op_gflops=_ops(gflops),
+            comm_slowdown=overlap.number("comm_slowdown", at_least=0) if overlap.has("comm_slowdown") else 0.0,
+            reserved_bytes=memory.whole("reserved_bytes", at_least=0) if memory.has("reserved_bytes") else 0,
         )
-        for table in (peaks, memory, scale_up, scale_out, launch, matmul, moved, reader):
+        for table in (*tables, reader):
             table.finish()
         return device
+
+
+def _rows(table: EfficiencyTable) -> dict[str, Any]:
+    return {"steps": [list(step) for step in table.steps]}
+
+
+def _ops(reader: FieldReader) -> tuple[tuple[str, float], ...]:
+    """Every field is the rate of an op, but for where the rates are from."""
+    names = [name for name in reader.names() if name not in ("source", "date")]
+    return tuple((name, reader.number(name, above=0)) for name in names)
 
 
 def _steps(reader: FieldReader) -> EfficiencyTable:

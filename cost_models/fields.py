@@ -34,9 +34,9 @@ def _number_problem(value: Any, above: float | None, at_least: float | None) -> 
     return None
 
 
-def _count_problem(value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        return f"must be a whole number of at least 1, not {value!r}"
+def _whole_problem(value: Any, at_least: int) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        return f"must be a whole number of at least {at_least}, not {value!r}"
     return None
 
 
@@ -50,19 +50,32 @@ def check_number(
 
 def check_count(owner: str, name: str, value: Any) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
-    if problem := _count_problem(value):
+    check_whole(owner, name, value, at_least=1)
+
+
+def check_whole(owner: str, name: str, value: Any, *, at_least: int) -> None:
+    """Raise unless ``value`` is a whole number of that size or larger."""
+    if problem := _whole_problem(value, at_least):
         raise ClusterError(f"{owner}: {name} {problem}")
 
 
 def locate_in_toml(file: str, text: str) -> Locate:
-    """A function from a field's path to ``file:line``, found by scanning headers and keys (tomllib keeps no lines)."""
+    """A function from a field's path to ``file:line``, found by scanning headers and keys (tomllib keeps no lines).
+
+    The tables of a list are ``name[0]``, ``name[1]``, … in a path.
+    """
     lines: dict[tuple[str, ...], int] = {}
     section: tuple[str, ...] = ()
+    lengths: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
-            section = tuple(part.strip().strip("\"'") for part in header[1].split("."))
+        if header := re.match(r"\s*(\[+)\s*([^\]]+?)\s*\]+", line):
+            section = tuple(part.strip().strip("\"'") for part in header[2].split("."))
             lines.setdefault(section, number)
-        elif key := re.match(r"\s*([A-Za-z0-9_.\-\"']+)\s*=", line):
+            if header[1] == "[[":
+                index = lengths[section] = lengths.get(section, -1) + 1
+                section = (*section[:-1], f"{section[-1]}[{index}]")
+                lines[section] = number
+        elif key := re.match(r"\s*([A-Za-z0-9_.:\-\"']+)\s*=", line):
             lines.setdefault((*section, *(part.strip("\"'") for part in key[1].split("."))), number)
 
     def locate(path: tuple[str, ...]) -> str:
@@ -110,8 +123,11 @@ class FieldReader:
         return float(value)
 
     def count(self, name: str) -> int:
+        return self.whole(name, at_least=1)
+
+    def whole(self, name: str, *, at_least: int) -> int:
         value = self.raw(name)
-        if problem := _count_problem(value):
+        if problem := _whole_problem(value, at_least):
             self.fail(name, problem)
         return int(value)
 
@@ -123,6 +139,13 @@ class FieldReader:
 
     def table(self, name: str) -> "FieldReader":
         return FieldReader(self.raw(name), self._locate, (*self.path, name))
+
+    def tables(self, name: str) -> "list[FieldReader]":
+        """The tables of a list (``[[name]]`` in TOML)."""
+        rows = self.raw(name)
+        if not isinstance(rows, list):
+            self.fail(name, f"must be a list of tables, not {rows!r}")
+        return [FieldReader(row, self._locate, (*self.path, f"{name}[{index}]")) for index, row in enumerate(rows)]
 
     def replaced(self, name: str, data: Any) -> "FieldReader":
         """A reader of ``data`` in the place of this table's field ``name``: defaults merged in, lines kept."""

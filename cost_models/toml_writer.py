@@ -7,20 +7,36 @@ from typing import Any
 
 
 def dump_toml(data: Mapping[str, Any]) -> str:
-    """``data`` as TOML text: plain values first, then tables; values are str, bool, int, float and lists of these."""
+    """``data`` as TOML text: plain values first, then tables, then lists of tables.
+
+    Plain values are str, bool, int, float and lists of these.
+    """
     lines: list[str] = []
     _write(data, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
 def _write(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping) and not _is_tables(value)}
     if path and (plain or not table):
-        lines += ["", "[" + ".".join(_key(part) for part in path) + "]"]
+        lines += ["", f"[{_dotted(path)}]"]
     lines += [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, Mapping):
             _write(value, (*path, key), lines)
+    for key, value in table.items():
+        if _is_tables(value):
+            for row in value:
+                lines += ["", f"[[{_dotted((*path, key))}]]"]
+                lines += [f"{_key(name)} = {_value(entry)}" for name, entry in row.items()]
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+
+def _dotted(path: tuple[str, ...]) -> str:
+    return ".".join(_key(part) for part in path)
 
 
 def _key(key: str) -> str:

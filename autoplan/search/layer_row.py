@@ -195,7 +195,7 @@ def _optimizer_us(optimizer_bytes: int, setting: Setting) -> float:
     moved = 2 * optimizer_bytes + elements * (
         policy.grad_bytes + policy.param_bytes * (1 if policy.master_bytes else 2)
     )
-    return float(op_time_us(0, moved, policy.compute, setting.cluster.device, kind="memory"))
+    return float(op_time_us(0, moved, policy.compute, setting.cluster.device, kind="memory", op="adamw"))
 
 
 def held_elsewhere(chain: Chain, tables: Mapping[str, Sequence[StrategyCost]], pipe: int) -> dict[str, frozenset[str]]:

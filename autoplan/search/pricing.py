@@ -34,7 +34,7 @@ from autoplan.cost_models.symbols import compile_expressions
 from autoplan.sharding.placement import Placement
 from autoplan.sharding.registry import operand_specs, result_specs, tensor_operands
 
-__all__ = ["GraphPrices", "NodeCount", "NodePrice", "count", "is_view", "node_time_us", "times_us"]
+__all__ = ["GraphPrices", "NodeCount", "NodePrice", "count", "is_view", "node_time_us", "op_name", "times_us"]
 
 Kind = Literal["matmul", "memory", "free"]
 
@@ -73,6 +73,15 @@ class NodePrice:
     precision: str | None
     shapes: tuple[tuple[int, ...], ...]  # of the results
     itemsizes: tuple[int, ...]
+    op: str = ""  # as ``op_name`` gives it
+
+
+def op_name(node: fx.Node) -> str:
+    """The op as ``Device.op_rates`` names it: "gelu_backward", "autoplan::attention"; "" for what is no ATen op."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    namespace, name, *_ = str(node.target).split(".")
+    return name if namespace == "aten" else f"{namespace}::{name}"
 
 
 def is_view(node: fx.Node) -> bool:
@@ -301,6 +310,7 @@ def _price(node: fx.Node, counted: NodeCount, values: list[float]) -> NodePrice:
         precision=counted.precision,
         shapes=tuple(tuple(round(next(rest)) for _ in spec.shape) for spec in specs),
         itemsizes=tuple(spec.dtype.itemsize for spec in specs),
+        op=op_name(node),
     )
 
 
@@ -325,17 +335,19 @@ Job = tuple[NodePrice, Sequence[Placement], Sequence[Placement], bool]
 def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -> npt.NDArray[np.float64]:
     """``node_time_us`` of many (price, operand placements, result placements, sharded) at once."""
     times = np.zeros(len(jobs))
-    groups: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    measured = {op for op, _ in (*device.op_rates, *device.op_gflops)}
+    groups: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
     for index, (price, operands, results, sharded) in enumerate(jobs):
         if price.kind == "free":
             continue
         flops = price.flops / degree if sharded else price.flops
         moved = _local_bytes(price.operand_bytes, operands, degree) + _local_bytes(price.result_bytes, results, degree)
         rate = price.precision if price.precision in device.precisions else precision
-        groups.setdefault((price.kind, rate or precision), []).append((index, flops, moved))
-    for (kind, rate), rows in groups.items():
+        op = price.op if price.op in measured else ""
+        groups.setdefault((price.kind, rate or precision, op), []).append((index, flops, moved))
+    for (kind, rate, op), rows in groups.items():
         where, flops_at, bytes_at = zip(*rows, strict=True)
-        times[list(where)] = op_time_us(np.asarray(flops_at), np.asarray(bytes_at), rate, device, kind)
+        times[list(where)] = op_time_us(np.asarray(flops_at), np.asarray(bytes_at), rate, device, kind, op)
     return times
 
 

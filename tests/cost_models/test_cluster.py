@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from autoplan.cost_models.catalogue import device, device_names
 from autoplan.cost_models.cluster import Cluster, Link
+from autoplan.cost_models.collective_fit import CollectiveFit
+from autoplan.cost_models.device import EfficiencyTable, Figure
 from autoplan.cost_models.errors import ClusterError
 
 FULL = """\
@@ -145,6 +147,145 @@ clusters = st.builds(
     memory_bytes=st.integers(1, 10**12),
     price_per_hour=st.none() | st.floats(0, 100),
 )
+
+
+def calibrated():
+    """A cluster with every constant that calibration can find."""
+    cluster = Cluster.parse("2x2xcpu")
+    figures = tuple(
+        Figure(section=section, source="measured", date="2026-12-01")
+        for section in ("op_rates", "op_gflops", "overlap")
+    )
+    found = replace(
+        cluster.device,
+        name="cpu-calibrated",
+        aliases=(),
+        op_rates=(("_softmax", 1.25), ("adamw", 3.5)),
+        op_gflops=(("autoplan::attention", 21.0),),
+        comm_slowdown=0.3,
+        reserved_bytes=180_000_000,
+        matmul_efficiency_of=(("fp32", EfficiencyTable(steps=((1e5, 0.2), (1e8, 0.9)))),),
+        figures=cluster.device.figures + figures,
+    )
+    fits = (
+        CollectiveFit(kind="all_reduce", level="intra", members=2, latency_us=90.0, gbps=0.8),
+        CollectiveFit(
+            kind="all_reduce", level="inter", members=4, per_node=2, latency_us=300.0, gbps=0.04, source="here"
+        ),
+    )
+    return replace(cluster, device=found, collectives=fits)
+
+
+def test_measured_constants_round_trip(tmp_path):
+    cluster = calibrated()
+    assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert Cluster.from_toml(write(tmp_path, cluster.to_toml())) == cluster
+    assert "[[collectives]]" in cluster.to_toml()
+    assert '"autoplan::attention" = 21.0' in cluster.to_toml()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op_rates": (("_softmax", 1.5),)},
+        {"op_gflops": ()},
+        {"comm_slowdown": 0.0},
+        {"reserved_bytes": 0},
+        {"matmul_efficiency_of": ()},
+    ],
+)
+def test_measured_constants_count_in_the_fingerprint(change):
+    cluster = calibrated()
+    assert replace(cluster, device=replace(cluster.device, **change)).fingerprint() != cluster.fingerprint()
+
+
+def test_measured_collectives_count_in_the_fingerprint_and_their_source_does_not():
+    cluster = calibrated()
+    first, second = cluster.collectives
+    assert replace(cluster, collectives=(first,)).fingerprint() != cluster.fingerprint()
+    assert replace(cluster, collectives=(first, replace(second, gbps=0.05))).fingerprint() != cluster.fingerprint()
+    assert replace(cluster, collectives=(first, replace(second, source=""))).fingerprint() == cluster.fingerprint()
+
+
+MEASURED = """\
+nodes = 2
+[device]
+base = "cpu"
+[device.memory]
+reserved_bytes = 200_000_000
+[device.op_rates]
+gelu = 1.5
+[device.matmul_efficiency.fp32]
+steps = [[1e6, 0.5]]
+[device.overlap]
+comm_slowdown = 0.25
+[[collectives]]
+kind = "all_gather"
+level = "inter"
+members = 2
+latency_us = 400
+gbps = 0.1
+[[collectives]]
+kind = "send"
+level = "inter"
+members = 2
+latency_us = 100
+gbps = 0.1
+"""
+
+
+def test_a_cluster_file_may_give_measured_constants_alone(tmp_path):
+    cluster = Cluster.from_toml(write(tmp_path, MEASURED))
+    shipped = device("cpu")
+    assert cluster.device.op_rate_gbps("gelu") == 1.5
+    assert cluster.device.op_rate_gbps("gelu_backward") is None
+    assert (cluster.device.comm_slowdown, cluster.device.reserved_bytes) == (0.25, 200_000_000)
+    assert cluster.device.memory_bandwidth_gbps == shipped.memory_bandwidth_gbps
+    assert cluster.device.matmul_table("fp32").steps == ((1e6, 0.5),)
+    assert cluster.device.matmul_table("bf16") == shipped.matmul_efficiency
+    assert [fit.kind for fit in cluster.collectives] == ["all_gather", "send"]
+    assert Cluster.from_toml(write(tmp_path, cluster.to_toml())) == cluster
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gelu = 1.5", "gelu = 0", r"mine\.toml:7: field `device\.op_rates\.gelu` must be greater than 0"),
+        ("= 0.25", "= -1", r"mine\.toml:11: field `device\.overlap\.comm_slowdown` must be at least 0"),
+        ("200_000_000", "1.5", r"mine\.toml:5: field `device\.memory\.reserved_bytes` must be a whole number"),
+        ("efficiency.fp32", "efficiency.fp23", r"`device\.matmul_efficiency\.fp23` is unknown; did you mean 'fp32'"),
+        ('"send"', '"sned"', r"mine\.toml:19: field `collectives\[1\]\.kind` 'sned' is unknown; did you mean 'send'"),
+        ("latency_us = 100", "latency_us = -1", r"mine\.toml:22: field `collectives\[1\]\.latency_us` must be at"),
+        (
+            '"inter"',
+            '"intra"\nper_node = 2',
+            r"mine\.toml:16: field `collectives\[0\]\.members` is refused: .*per_node",
+        ),
+        ('"send"', '"all_gather"', "collectives has all_gather of 2 members \\(inter\\) twice; keep one"),
+        ("[[collectives]]", "[collectives]", "mine.toml: not valid TOML"),
+    ],
+)
+def test_measured_constants_that_are_refused(tmp_path, old, new, message):
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_toml(write(tmp_path, MEASURED.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "gather"},
+        {"level": "rack"},
+        {"members": 1},
+        {"level": "inter", "per_node": 4},
+        {"gbps": 0},
+        {"latency_us": float("nan")},
+    ],
+)
+def test_collective_fit_refuses(fields):
+    good = {"kind": "all_reduce", "level": "intra", "members": 4, "latency_us": 1.0, "gbps": 1.0}
+    CollectiveFit(**good)
+    with pytest.raises(ClusterError, match="CollectiveFit"):
+        CollectiveFit(**good | fields)
 
 
 @given(clusters)

@@ -1,5 +1,7 @@
 """Collective times: laws that hold for every cluster, and figures known from published bandwidth tests."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import sympy
@@ -15,10 +17,17 @@ from autoplan.cost_models.collective import (
     collective_coefficients,
     collective_time_us,
 )
+from autoplan.cost_models.collective_fit import CollectiveFit
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.mesh import GroupShape
 
 clusters = st.sampled_from([name for name in device_names() if name != "cpu"]).map(lambda n: Cluster.parse(f"64x8x{n}"))
+FITS = tuple(
+    CollectiveFit(kind=kind, level=level, members=members, latency_us=40.0 * members, gbps=2.0 / members)
+    for kind in ("all_reduce", "all_gather", "send")
+    for level, members in (("intra", 2), ("intra", 4), ("inter", 2))
+)
+measured = clusters.map(lambda cluster: replace(cluster, collectives=FITS))
 shapes = st.builds(
     lambda per_node, nodes: GroupShape(size=per_node * nodes, per_node=per_node), st.integers(1, 8), st.integers(1, 64)
 )
@@ -31,7 +40,7 @@ def bus_bandwidth_gbps(kind, size_bytes, group, cluster):
     return size_bytes * share / collective_time_us(kind, size_bytes, group, cluster) / 1e3
 
 
-@given(kinds, sizes, sizes, shapes, clusters)
+@given(kinds, sizes, sizes, shapes, clusters | measured)
 def test_time_grows_with_size_and_is_finite(kind, one, other, group, cluster):
     small, large = sorted((one, other))
     times = [collective_time_us(kind, size, group, cluster) for size in (small, large)]
@@ -75,7 +84,7 @@ def test_no_faster_across_nodes_than_inside_one(kind, size, members, cluster):
     assert not slow_card or inside <= across * (1 + 1e-12)
 
 
-@given(kinds, shapes, clusters, sizes)
+@given(kinds, shapes, clusters | measured, sizes)
 def test_coefficients_bound_the_time_and_are_exact_at_their_size(kind, group, cluster, size):
     time = collective_time_us(kind, size, group, cluster)
     alpha, beta = collective_coefficients(kind, group, cluster)
@@ -91,7 +100,7 @@ def test_algorithms_get_slower_to_start_and_faster_per_byte(kind, group, cluster
     assert pairs == sorted(pairs)
 
 
-@given(kinds, shapes, clusters)
+@given(kinds, shapes, clusters | measured)
 def test_arrays_and_expressions_agree_with_numbers(kind, group, cluster):
     sizes = np.array([0.0, 1e3, 1e6, 1e9])
     numbers = [collective_time_us(kind, float(size), group, cluster) for size in sizes]
@@ -138,6 +147,51 @@ def test_send():
     across = collective_time_us("send", 1e9, GroupShape.pair(inter=True), cluster)
     assert inside == pytest.approx(1e9 / (64e3 * 0.7), rel=0.01)  # one xGMI link of the seven
     assert across == pytest.approx(1e9 / (50e3 * 0.9), rel=0.01)
+
+
+@given(st.sampled_from(FITS), sizes, clusters)
+def test_a_measured_group_takes_what_was_measured(fit, size, cluster):
+    members, per_node = fit.shape
+    group = GroupShape(size=members, per_node=per_node)
+    time = collective_time_us(fit.kind, size, group, replace(cluster, collectives=FITS))
+    assert time == pytest.approx(fit.latency_us + size / (fit.gbps * 1e3))
+
+
+@given(st.sampled_from(["all_reduce", "all_gather"]), shapes, clusters)
+def test_measuring_what_the_model_says_changes_nothing(kind, group, cluster):
+    """Other shapes are scaled by how far off the model is, so a model that is right stays as it is."""
+    fits = []
+    for level, shape in (("intra", GroupShape(size=4, per_node=4)), ("inter", GroupShape(size=16, per_node=8))):
+        modelled = collective_algorithms(kind, shape, cluster)
+        fits.append(
+            CollectiveFit(
+                kind=kind,
+                level=level,
+                members=shape.size,
+                per_node=shape.per_node if level == "inter" else 1,
+                latency_us=modelled[0].alpha_us,
+                gbps=1e-3 / modelled[-1].beta_us_per_byte,
+            )
+        )
+    same = replace(cluster, collectives=tuple(fits))
+    modelled = collective_algorithms(kind, group, cluster)
+    (line,) = collective_algorithms(kind, group, same)
+    assert line.alpha_us == pytest.approx(modelled[0].alpha_us)
+    assert line.beta_us_per_byte == pytest.approx(modelled[-1].beta_us_per_byte)
+
+
+def test_a_larger_group_is_scaled_from_the_nearest_measured_one():
+    cluster = Cluster.parse("4x4xcpu")
+    group, twice = GroupShape(size=2, per_node=1), GroupShape(size=4, per_node=1)
+    slow = CollectiveFit(kind="all_reduce", level="inter", members=2, latency_us=2000.0, gbps=0.01)
+    calibrated = replace(cluster, collectives=(slow,))
+    small, large = (collective_time_us("all_reduce", 1e9, shape, calibrated) for shape in (group, twice))
+    modelled = [collective_time_us("all_reduce", 1e9, shape, cluster) for shape in (group, twice)]
+    assert large / small == pytest.approx(modelled[1] / modelled[0], rel=1e-3)
+    # the other level and other kinds are not touched
+    inside = GroupShape(size=4, per_node=4)
+    for kind, shape in (("all_reduce", inside), ("all_gather", group)):
+        assert collective_algorithms(kind, shape, calibrated) == collective_algorithms(kind, shape, cluster)
 
 
 def test_unknown_kind():

@@ -1,6 +1,7 @@
 """The roofline and its efficiency tables."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,14 +72,20 @@ def test_time_grows_with_work_and_bytes_and_beats_no_peak(chip, flops, moved, mo
         assert time * chip.flops_per_us(precision) >= flops * (1 - 1e-9)
 
 
-@given(devices, st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5), st.sampled_from(["matmul", "memory"]))
-def test_vectorised_and_symbolic(chip, work, kind):
+@given(
+    devices,
+    st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5),
+    st.sampled_from(["matmul", "memory"]),
+    st.sampled_from([None, "gelu", "autoplan::attention", "unmeasured"]),
+)
+def test_vectorised_and_symbolic(chip, work, kind, op):
+    chip = replace(chip, op_rates=(("gelu", 3.0),), op_gflops=(("autoplan::attention", 70.0),))
     precision = chip.precisions[-1]
-    numbers = [op_time_us(flops, moved, precision, chip, kind) for flops, moved in work]
+    numbers = [op_time_us(flops, moved, precision, chip, kind, op) for flops, moved in work]
     columns = np.array(work).T
-    assert op_time_us(columns[0], columns[1], precision, chip, kind) == pytest.approx(numbers)
+    assert op_time_us(columns[0], columns[1], precision, chip, kind, op) == pytest.approx(numbers)
     flops, moved = sympy.symbols("flops moved", nonnegative=True)
-    expression = op_time_us(flops, moved, precision, chip, kind)
+    expression = op_time_us(flops, moved, precision, chip, kind, op)
     assert [float(expression.subs({flops: f, moved: m})) for f, m in work] == pytest.approx(numbers)
 
 
@@ -99,6 +106,26 @@ def test_pointwise_work_binds_only_where_bandwidth_is_plentiful():
         chip = device(name)
         light, heavy = (op_time_us(per_byte * 1e8, 1e8, "fp32", chip, "memory") for per_byte in (0.25, 5))
         assert (heavy > light) is bound
+
+
+def test_a_measured_op_runs_at_its_own_rate():
+    plain = device("cpu")
+    chip = replace(plain, op_rates=(("_softmax", 2.0),), op_gflops=(("autoplan::attention", 50.0),))
+    launch = chip.kernel_launch_us
+    assert op_time_us(1e9, 4e6, "fp32", chip, "memory", "_softmax") == pytest.approx(launch + 2000)
+    assert op_time_us(1e9, 4e6, "fp32", chip, "matmul", "autoplan::attention") == pytest.approx(launch + 20_000)
+    # few FLOPs on many bytes stay bound by memory
+    assert op_time_us(1e3, 30e6, "fp32", chip, "matmul", "autoplan::attention") > 1000
+    for kind in ("memory", "matmul"):
+        assert op_time_us(1e6, 4e6, "fp32", chip, kind, "gelu") == op_time_us(1e6, 4e6, "fp32", plain, kind)
+
+
+def test_a_precision_may_have_its_own_matmul_table():
+    slow = EfficiencyTable(steps=((1.0, 0.01),))
+    chip = replace(device("h100"), matmul_efficiency_of=(("fp32", slow),))
+    at = {precision: op_time_us(1e12, 0, precision, chip) for precision in ("fp32", "bf16")}
+    assert at["fp32"] == pytest.approx(chip.kernel_launch_us + 1e12 / chip.flops_per_us("fp32") / 0.01)
+    assert at["bf16"] == op_time_us(1e12, 0, "bf16", device("h100"))
 
 
 def test_refusals():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +84,22 @@ def test_views_are_free_and_shapes_are_those_at_the_sizes(graph: Graph, prices: 
     assert view.kind == "free"
     assert node_time_us(view, Cluster.parse("1x8xh100-sxm").device, "bf16") == 0.0
     assert of(graph, prices, "aten.embedding.default", sizes).shapes == ((3, 40, WIDTH),)
+
+
+def test_measured_rates_are_found_by_the_name_of_the_op(graph: Graph, prices: GraphPrices) -> None:
+    sizes = Sizes(batch=2, seq=16)
+    plain = Cluster.parse("1x1xcpu").device
+    device = replace(
+        plain, op_rates=(("gelu_backward", 0.5),), op_gflops=(("autoplan::attention_backward", 0.25), ("mm", 1e-3))
+    )
+    gelu = of(graph, prices, "aten.gelu_backward.", sizes)
+    moved = sum(gelu.operand_bytes) + sum(gelu.result_bytes)
+    assert node_time_us(gelu, device, "fp32") == pytest.approx(device.kernel_launch_us + moved / 500)
+    attention = of(graph, prices, "autoplan.attention_backward.", sizes)
+    assert node_time_us(attention, device, "fp32") == pytest.approx(device.kernel_launch_us + attention.flops / 250)
+    for target in ("aten.gelu.", "autoplan.attention.", "aten.embedding."):
+        price = of(graph, prices, target, sizes)
+        assert node_time_us(price, device, "fp32") == node_time_us(price, plain, "fp32")
 
 
 def test_lookups_read_only_the_rows_asked_for(graph: Graph, prices: GraphPrices) -> None:
