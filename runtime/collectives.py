@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoplan.rewrite.collectives import chunk_rows
-from autoplan.runtime.pieces import row_range
+from autoplan.runtime.pieces import row_range, same_memory
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 IN_FLIGHT = 4
@@ -111,7 +111,7 @@ def all_gather_rows(shards: Sequence[Tensor], outputs: Sequence[Tensor], group: 
     degree = group.size()
     if degree == 1:
         for shard, output in zip(shards, outputs, strict=True):
-            if shard.data_ptr() != output.data_ptr():
+            if not same_memory(shard, output):
                 output.copy_(shard)
         return
     with Pending() as pending:

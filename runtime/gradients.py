@@ -9,7 +9,7 @@ tensor axes and all add them in stage order, so that the copies stay equal to th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,19 @@ from torch import Tensor
 from autoplan.runtime.collectives import all_reduce, reduce_scatter_rows
 from autoplan.runtime.mesh import STAGE, Axes
 from autoplan.runtime.params import HeldParam, ParamStore
+from autoplan.runtime.pieces import storage_of
 from autoplan.runtime.precision import master_dtype
 
 
 class Gradients:
     """The gradient of every trained parameter of a stage, over one step."""
 
-    def __init__(self, store: ParamStore) -> None:
+    def __init__(self, store: ParamStore, tied: Mapping[str, bool] | None = None) -> None:
+        """``tied``: what ``tied_layouts`` returns, from a caller that knows it without asking the other stages."""
         self._store = store
         self._held = [held for held, _ in store.trainable]
         self._sums: list[Tensor | None] = [None] * len(self._held)
-        self._tied = _tied_layouts(store)
+        self._tied = tied_layouts(store) if tied is None else tied
 
     def add(self, gradients: Sequence[Tensor | None], foreign: set[int]) -> None:
         """Add one micro-batch's gradients. ``foreign``: addresses of storages that others go on using (``storages``).
@@ -45,7 +47,7 @@ class Gradients:
             if total is not None:
                 total.add_(gradient)
                 continue
-            address = gradient.untyped_storage().data_ptr()
+            address = storage_of(gradient)
             private = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
             dtype = master_dtype(held.spec.dtype)
             if private and address not in taken and gradient.dtype == dtype:
@@ -124,11 +126,11 @@ class Gradients:
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of the memory behind tensors."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    """What tells the memory behind tensors apart."""
+    return {storage_of(tensor) for tensor in tensors}
 
 
-def _tied_layouts(store: ParamStore) -> dict[str, bool]:
+def tied_layouts(store: ParamStore) -> dict[str, bool]:
     """For each tied parameter here: do all stages that hold it lay it out alike? Otherwise whole tensors are exchanged.
 
     A collective of the pipe axis: a stage can't know from its own program how another one cuts the parameter.

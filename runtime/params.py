@@ -19,7 +19,7 @@ from autoplan.errors import UserError
 from autoplan.rewrite.program import ParamSpec, StageProgram
 from autoplan.runtime.collectives import all_gather_pieces, all_gather_rows
 from autoplan.runtime.mesh import Axes
-from autoplan.runtime.pieces import cut, join, row_range
+from autoplan.runtime.pieces import cut, join, row_range, same_memory
 from autoplan.runtime.precision import master_dtype
 
 Source = Callable[[str], Tensor]
@@ -124,7 +124,7 @@ class ParamStore:
         with torch.no_grad():
             for held, master in self.trainable:
                 shard = self.shard_of(held, held.value)
-                if shard.data_ptr() != master.data_ptr():
+                if not same_memory(shard, master):
                     shard.copy_(master)
                 if not held.whole and held.spec.zero < 3:
                     shards.append(shard)

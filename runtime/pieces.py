@@ -39,3 +39,13 @@ def row_range(rows: int, degree: int, rank: int) -> tuple[int, int]:
     """First row and end row of a rank's chunk: torch.chunk's, the last may be short or empty."""
     first, count = shard_rows((rows,), rank, degree)
     return first, first + count
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells one tensor's memory from another's: the address of its storage object, which fake tensors have too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def same_memory(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same memory."""
+    return storage_of(left) == storage_of(right) and left.storage_offset() == right.storage_offset()

@@ -7,7 +7,7 @@ the backward needs hangs on the function's context and is let go as that backwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from autoplan.runtime.gradients import Gradients, storages
 from autoplan.runtime.graphs import boxed
 from autoplan.runtime.mesh import Axes
 from autoplan.runtime.params import ParamStore
+from autoplan.runtime.pieces import storage_of
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -28,8 +29,11 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 class StageRunner:
     """One stage's forward and backward of one micro-batch."""
 
-    def __init__(self, program: StageProgram, store: ParamStore, gradients: Gradients) -> None:
+    def __init__(
+        self, program: StageProgram, store: ParamStore, gradients: Gradients, observe: Callable[[str], None]
+    ) -> None:
         self._program = program
+        self._observe = observe
         self._store = store
         self._gradients = gradients
         self._forward = boxed(program.forward)
@@ -46,6 +50,7 @@ class StageRunner:
 
     def forward(self, index: int, activations: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, what the backward needs) of one micro-batch."""
+        self._observe(f"F{index}")
         program, buffers = self._program, list(self._store.buffers)
         results = self._forward([*self._store.values, *buffers, *self._inputs[index], *activations])
         if any(result is None for result in results):
@@ -59,6 +64,7 @@ class StageRunner:
 
     def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients of the activations; those of the parameters are added up. Empties ``saved``."""
+        self._observe(f"B{index}")
         buffers = len(self._store.buffers)
         arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
         saved.clear()
@@ -94,7 +100,7 @@ class _StageFunction(torch.autograd.Function):
         ctx.module, ctx.index, ctx.saved = module, index, saved
         # An output that shares memory with a receive buffer would be overwritten by the next receive into it.
         received = storages(activations)
-        outputs = tuple((o.clone() if o.untyped_storage().data_ptr() in received else o).contiguous() for o in outputs)
+        outputs = tuple((o.clone() if storage_of(o) in received else o).contiguous() for o in outputs)
         ctx.mark_non_differentiable(*(o for o, spec in zip(outputs, module.outputs, strict=True) if not spec.grad))
         return outputs
 
@@ -112,7 +118,8 @@ class _StageFunction(torch.autograd.Function):
 
 
 class _StageModule(nn.Module):
-    """What ``PipelineStage`` calls with a micro-batch's index and the activations it received."""
+    """What ``PipelineStage`` calls with the activations it received. torch's schedules run forwards in the order of the
+    micro-batches, so a count tells which one it is."""
 
     def __init__(self, program: StageProgram, runner: StageRunner, device: torch.device) -> None:
         super().__init__()
@@ -121,11 +128,13 @@ class _StageModule(nn.Module):
         self.last = program.stage == program.stages - 1
         # The first stage receives nothing that requires grad, and autograd would skip its backward without this.
         self.anchor = nn.Parameter(torch.zeros((), device=device))
+        self.begun = 0  # forwards of this step
 
-    def forward(self, *activations: Tensor, index: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *activations: Tensor) -> Tensor | tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = _StageFunction.apply(  # type: ignore[no-untyped-call]
-            self.anchor, self, int(index), *activations
+            self.anchor, self, self.begun, *activations
         )
+        self.begun += 1
         return outputs[0] if self.last else outputs
 
 
@@ -133,8 +142,9 @@ class PipelineSchedule:
     """Several stages, by torch's 1F1B or GPipe schedule."""
 
     def __init__(self, program: StageProgram, runner: StageRunner, plan: Plan, axes: Axes) -> None:
+        self._module = _StageModule(program, runner, axes.device)
         stage = PipelineStage(
-            _StageModule(program, runner, axes.device),
+            self._module,
             program.stage,
             program.stages,
             axes.device,
@@ -152,11 +162,12 @@ class PipelineSchedule:
 
     def run(self, micro_batches: int) -> list[Tensor]:
         """The losses at the last stage, nothing elsewhere."""
-        # Cut into one element for each micro-batch by the schedule. On the host: reading it must not wait for a device.
-        index = torch.arange(micro_batches)
+        self._module.begun = 0
         losses: list[Tensor] = []
+        # The schedule cuts its target into one element for each micro-batch and hands it to loss_fn, which ignores it.
+        target = torch.empty(micro_batches)
         with torch.enable_grad():
-            self._schedule.step(index=index, target=index, losses=losses, return_outputs=False)
+            self._schedule.step(target=target, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
 

@@ -8,7 +8,7 @@ is the tangent of its micro-batch, so gradients over micro-batches and data rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -43,6 +43,8 @@ class TrainStep:
         max_norm: float | None = None,
         elementwise: bool = False,
         loss_kind: LossKind = "mean",  # Graph.loss_kind
+        tied: Mapping[str, bool] | None = None,  # gradients.tied_layouts, where the caller knows it
+        observe: Callable[[str], None] | None = None,  # told as each part of a step begins
     ) -> None:
         self.program, self.store, self.plan, self.axes = program, store, plan, axes
         self.max_norm = max_norm
@@ -59,8 +61,9 @@ class TrainStep:
         infos = {info.path: info for info in inputs}
         self._inputs = [infos[path] for path in program.inputs]
         self._all_inputs = tuple(inputs)
-        self._gradients = Gradients(store)
-        self._runner = StageRunner(program, store, self._gradients)
+        self._observe = observe or _nobody
+        self._gradients = Gradients(store, tied)
+        self._runner = StageRunner(program, store, self._gradients, self._observe)
         self._schedule = build_schedule(program, self._runner, plan, axes)
 
     @torch.no_grad()
@@ -70,11 +73,15 @@ class TrainStep:
         weights = self._weights(leaves)
         self._runner.load(leaves, [self._tangent(w) for w in weights])
         losses = self._schedule.run(self.plan.micro_batches)
+        self._observe("reduce")
         self._gradients.reduce()
+        self._observe("norm")
         loss, norm = self._loss_and_norm(losses, weights)
         if self.max_norm is not None:
             clip(self.store, norm, self.max_norm)
+        self._observe("optimizer")
         self.optimizer.step()
+        self._observe("publish")
         self.store.publish()
         self.store.agree_on_buffers()
         self._gradients.clear()
@@ -144,6 +151,10 @@ class TrainStep:
         """Whether this rank's loss counts: every tensor rank has it, unless each has a part of the sum."""
         partial = self.program.outputs[0].placement.kind == "P"
         return self.axes.is_last_stage and (partial or self.axes.coordinate.tensor == 0)
+
+
+def _nobody(_: str) -> None:
+    """Whom a step tells where it is, when nobody asks."""
 
 
 def _only(result: Tensor | Sequence[Tensor]) -> Tensor:

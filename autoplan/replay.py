@@ -1,0 +1,201 @@
+"""The second fidelity: a plan's own program, run dry and then in simulated time.
+
+    replayed = replay(graph, plan, cluster)
+    replayed.step_us, replayed.peak_bytes, replayed.spans
+
+The search ranks plans by sums over layers. Here the step is run as it would be (``runtime.dry_run``: the rewritten
+graphs, torch's schedule, the optimizer, every bucket and copy) on tensors without memory, once for each pipeline
+stage; every call gets its price on the cluster's device, every collective its price on the links it crosses, and
+``cost_models.simulator`` runs the stages against each other. Memory is the account of every storage from its first
+use to its last, plus what a rank holds before any tensor (``Device.reserved_bytes``).
+
+Needs no device. Not to be called where torch.distributed is initialised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoplan.capture.graph import Graph, Sizes, TensorSpec
+from autoplan.cost_models.cluster import Cluster
+from autoplan.cost_models.collective import collective_time_us
+from autoplan.cost_models.mesh import GroupShape
+from autoplan.cost_models.simulator import Mark, Span, Start, Step, Wait, Work, simulate_programs
+from autoplan.plans import Plan
+from autoplan.rewrite import rewrite
+from autoplan.runtime import recorder
+from autoplan.runtime.dry_run import dry_run
+from autoplan.runtime.optimizer import OptimizerFactory
+from autoplan.search.pricing import NodePrice, count, node_time_us, op_name
+
+__all__ = ["Replay", "replay"]
+
+# Calls that make a tensor and touch none of its memory.
+_UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """The prediction for one steady step. By stage where it is a tuple."""
+
+    step_us: float
+    compute_us: tuple[float, ...]  # the compute stream is busy
+    exposed_us: tuple[float, ...]  # waited for communication or for other stages
+    tensor_bytes: tuple[int, ...]  # peak of what tensors hold
+    reserved_bytes: int  # of a rank before any tensor
+    device_memory_bytes: int
+    spans: tuple[Span, ...]
+    transfers: tuple[tuple[int, str, float, float], ...]  # (stage, kind, start, end)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank, the process included."""
+        return max(self.tensor_bytes) + self.reserved_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device_memory_bytes
+
+
+def replay(
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+) -> Replay:
+    """Predict ``plan`` for an unfolded ``graph``; ``optimizer`` and ``clip_norm`` as for ``compile``.
+
+    Raises UserError where torch.distributed is initialised already, and what the rewrite raises.
+    """
+    rows = plan.degrees.data * plan.micro_batches * plan.micro_batch
+    whole = Sizes(batch=rows, seq=plan.fingerprint.seq)
+    tensors = {p.name: (p.shape, p.dtype) for p in graph.unfolded_params}
+    tensors |= {b.name: (b.shape, b.dtype) for b in graph.buffers}
+    tensors |= {i.path: (i.spec.at(whole), i.spec.dtype) for i in graph.inputs}
+    width = plan.degrees.data * plan.degrees.tensor
+    prices = _Prices(cluster, plan)
+    programs: list[list[Step]] = []
+    tensor_bytes: list[int] = []
+    for stage in range(plan.degrees.pipe):
+        _, record = dry_run(
+            plan,
+            stage * width,
+            lambda place, groups: rewrite(graph, plan, place, groups, torch.device("cpu")),
+            graph.inputs,
+            tensors,
+            graph.loss_kind,
+            optimizer,
+            clip_norm,
+        )
+        programs.append([prices.step(event) for event in record.events])
+        tensor_bytes.append(record.peak_bytes)
+    device = cluster.device
+    ran = simulate_programs(programs, comm_slowdown=device.comm_slowdown)
+    stages = range(plan.degrees.pipe)
+    return Replay(
+        step_us=ran.makespan_us,
+        compute_us=tuple(ran.compute_us(stage) for stage in stages),
+        exposed_us=tuple(ran.exposed_us(stage) for stage in stages),
+        tensor_bytes=tuple(tensor_bytes),
+        reserved_bytes=device.reserved_bytes,
+        device_memory_bytes=cluster.memory_bytes,
+        spans=ran.spans,
+        transfers=ran.transfers,
+    )
+
+
+class _Prices:
+    """Events of a dry run as steps of the simulator."""
+
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+        self._cluster, self._plan = cluster, plan
+        self._width = plan.degrees.data * plan.degrees.tensor
+        self._known: dict[recorder.Operation, Work] = {}
+
+    def step(self, event: recorder.Event) -> Step:
+        if isinstance(event, recorder.Call):
+            return self._work(event.operation)
+        if isinstance(event, recorder.Wait):
+            return Wait(event.key)
+        if isinstance(event, recorder.Mark):
+            return Mark(event.name)
+        return self._start(event)
+
+    def _start(self, event: recorder.Start) -> Start:
+        cluster = self._cluster
+        if event.kind in ("send", "receive"):
+            (peer,) = event.ranks
+            # Each rank meets the one at its own place in the other stage, so one pair speaks for all.
+            inter = self._plan.degrees.pipe > 1 and self._crosses_nodes(peer)
+            time_us = collective_time_us("send", event.size_bytes, GroupShape.pair(inter=inter), cluster)
+            return Start(event.key, event.kind, "send", (peer // self._width,), float(time_us))
+        shape = group_shape(event.ranks, cluster)
+        time_us = collective_time_us(event.kind, event.size_bytes, shape, cluster)
+        stages = tuple(sorted({rank // self._width for rank in event.ranks}))
+        channel = "inter" if shape.nodes > 1 else "intra"
+        return Start(event.key, event.kind, channel, stages, float(time_us))
+
+    def _crosses_nodes(self, peer: int) -> bool:
+        stage, place = divmod(peer, self._width)
+        others = [s * self._width + place for s in (stage - 1, stage + 1) if 0 <= s < self._plan.degrees.pipe]
+        return any(self._cluster.node_of(other) != self._cluster.node_of(peer) for other in others)
+
+    def _work(self, operation: recorder.Operation) -> Work:
+        if operation not in self._known:
+            name = operation.target.name().split(".")[0].removeprefix("aten::")
+            price = price_of(operation)
+            device = self._cluster.device
+            if name in _UNTOUCHED:
+                time_us = device.kernel_launch_us
+            else:
+                time_us = node_time_us(price, device, self._plan.precision)
+            self._known[operation] = Work(time_us, name)
+        return self._known[operation]
+
+
+def group_shape(ranks: tuple[int, ...], cluster: Cluster) -> GroupShape:
+    """How these ranks sit on nodes."""
+    per_node: dict[int, int] = {}
+    for rank in ranks:
+        per_node[cluster.node_of(rank)] = per_node.get(cluster.node_of(rank), 0) + 1
+    return GroupShape(size=len(ranks), per_node=min(per_node.values()))
+
+
+def price_of(operation: recorder.Operation) -> NodePrice:
+    """FLOPs and bytes of a recorded call, by the same counts that price the nodes of a captured graph."""
+    graph = fx.Graph()
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, recorder.Shape):
+            node = graph.placeholder(f"operand_{len(graph.nodes)}")
+            node.meta["specs"] = (_spec(value),)
+            return node
+        return [argument(item) for item in value] if isinstance(value, tuple) else value
+
+    args = tuple(argument(value) for value in operation.args)
+    kwargs = {key: argument(value) for key, value in operation.kwargs}
+    call = graph.call_function(operation.target, args, kwargs)
+    made = [shape for shape in operation.results if shape is not None]
+    call.meta["specs"] = tuple(_spec(shape) for shape in made)
+    counted = count(call)
+    return NodePrice(
+        kind=counted.kind,
+        flops=float(counted.flops),
+        operand_bytes=tuple(map(float, counted.operand_bytes)),
+        result_bytes=tuple(map(float, counted.result_bytes)),
+        precision=counted.precision,
+        shapes=tuple(shape.sizes for shape in made),
+        itemsizes=tuple(shape.dtype.itemsize for shape in made),
+        op=op_name(call),
+    )
+
+
+def _spec(shape: recorder.Shape) -> TensorSpec:
+    return TensorSpec(shape=tuple(map(sympy.Integer, shape.sizes)), hint=shape.sizes, dtype=shape.dtype)

@@ -1,0 +1,252 @@
+"""An event simulator: what every stage does, in program order, run in time.
+
+One stage stands for its ranks, which do the same at the same time. Each has a *program*:
+
+    Work       the compute stream is busy for ``time_us``
+    Start      a communication begins as soon as everybody in it has come to it; the program goes on
+    Wait       the program goes on when that communication is done
+    Mark       what follows belongs to this part of the step
+
+Communication takes its turn on a *channel* (a link level of one stage, or one direction between two stages): first
+come, first served. A collective that spans stages begins when the last of them has come. A send and the receive that
+meets it (in order, for each pair of stages) begin when both have been posted, which is what gloo and NCCL do.
+
+Compute and communication slow each other down: while a stage communicates its compute takes ``1 + comm_slowdown`` times
+as long, and what it communicates while it computes takes ``1 + compute_slowdown`` times as long.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoplan.cost_models.errors import UserError
+
+__all__ = ["Mark", "Simulation", "Span", "Start", "Step", "Wait", "Work", "simulate_programs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    time_us: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """``kind``: "send" and "receive" meet each other; anything else is a collective of ``stages``.
+
+    ``stages``: all stages that take part, or for a send and a receive the other one.
+    """
+
+    key: int
+    kind: str
+    channel: str
+    stages: tuple[int, ...]
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    name: str
+
+
+Step = Work | Start | Wait | Mark
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A part of one stage's step. ``compute_us`` is busy time, ``exposed_us`` what it waited for communication."""
+
+    stage: int
+    name: str
+    start_us: float
+    end_us: float
+    compute_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """``spans`` by stage, each in order of time; ``transfers`` are (stage, kind, start, end) of every communication."""
+
+    makespan_us: float
+    spans: tuple[Span, ...]
+    transfers: tuple[tuple[int, str, float, float], ...]
+
+    def compute_us(self, stage: int) -> float:
+        return sum(span.compute_us for span in self.spans if span.stage == stage)
+
+    def exposed_us(self, stage: int) -> float:
+        return sum(span.exposed_us for span in self.spans if span.stage == stage)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A communication of one stage. Work of compute that runs beside it stretches it: ``end_us`` moves."""
+
+    kind: str
+    start_us: float = 0.0
+    end_us: float = 0.0
+    known: bool = False
+    channel: tuple[int, str] = (0, "")
+    partners: list[_Flight] = field(default_factory=list)  # the same communication as other stages see it
+
+
+@dataclass(slots=True)
+class _Stage:
+    program: Sequence[Step]
+    position: int = 0
+    clock_us: float = 0.0
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    active: list[_Flight] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    part: str = ""
+    part_start_us: float = 0.0
+    compute_us: float = 0.0
+    exposed_us: float = 0.0
+
+    def close_part(self, stage: int, name: str) -> None:
+        if self.clock_us > self.part_start_us or self.part:
+            self.spans.append(
+                Span(
+                    stage=stage,
+                    name=self.part,
+                    start_us=self.part_start_us,
+                    end_us=self.clock_us,
+                    compute_us=self.compute_us,
+                    exposed_us=self.exposed_us,
+                )
+            )
+        self.part, self.part_start_us, self.compute_us, self.exposed_us = name, self.clock_us, 0.0, 0.0
+
+
+class _Simulator:
+    def __init__(self, programs: Sequence[Sequence[Step]], comm_slowdown: float, compute_slowdown: float) -> None:
+        self.stages = [_Stage(program) for program in programs]
+        self.comm_slowdown, self.compute_slowdown = comm_slowdown, compute_slowdown
+        self.free_us: dict[tuple[int, str], float] = defaultdict(float)  # (stage, channel) -> when it is free again
+        # Posted and not yet met: (from, to) -> sends, receives; (kind, stages, which one) -> collectives.
+        self.sends: dict[tuple[int, int], deque[tuple[float, Start, _Flight]]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int], deque[tuple[float, Start, _Flight]]] = defaultdict(deque)
+        self.gathering: dict[tuple[str, tuple[int, ...], int], list[tuple[int, float, Start, _Flight]]] = {}
+        self.counts: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)
+        self.flown: list[tuple[int, _Flight]] = []
+
+    def run(self) -> Simulation:
+        moved = True
+        while moved:
+            moved = False
+            # The stage that is furthest behind goes first, so that channels are taken about in order of time.
+            for index in sorted(range(len(self.stages)), key=lambda i: self.stages[i].clock_us):
+                moved |= self._advance(index)
+        stuck = [f"stage {i} at step {s.position}" for i, s in enumerate(self.stages) if s.position < len(s.program)]
+        if stuck:
+            raise UserError(f"the programs wait for each other: {', '.join(stuck)}; every start needs its partners")
+        for index, stage in enumerate(self.stages):
+            stage.close_part(index, "")
+        return Simulation(
+            makespan_us=max(stage.clock_us for stage in self.stages),
+            spans=tuple(span for stage in self.stages for span in stage.spans),
+            transfers=tuple((i, f.kind, f.start_us, f.end_us) for i, f in self.flown),
+        )
+
+    def _advance(self, index: int) -> bool:
+        """Run a stage until it waits for somebody; whether it moved at all."""
+        stage = self.stages[index]
+        begun = stage.position
+        while stage.position < len(stage.program):
+            step = stage.program[stage.position]
+            if isinstance(step, Wait):
+                flight = stage.flights[step.key]
+                if not flight.known:
+                    break
+                stage.exposed_us += max(0.0, flight.end_us - stage.clock_us)
+                stage.clock_us = max(stage.clock_us, flight.end_us)
+                stage.active = [f for f in stage.active if f.end_us > stage.clock_us]
+                del stage.flights[step.key]
+            elif isinstance(step, Work):
+                self._work(stage, step.time_us)
+            elif isinstance(step, Mark):
+                stage.close_part(index, step.name)
+            else:
+                self._post(index, step)
+            stage.position += 1
+        return stage.position > begun
+
+    def _work(self, stage: _Stage, time_us: float) -> None:
+        """Compute, slower while something is in flight, which is slower in turn."""
+        stage.compute_us += time_us
+        left_us = time_us
+        while left_us > 0:
+            now_us = stage.clock_us
+            stage.active = [f for f in stage.active if f.end_us > now_us]
+            running = [f for f in stage.active if f.start_us <= now_us]
+            coming = [f.start_us for f in stage.active if f.start_us > now_us]
+            if not running:
+                step_us = min([left_us, *(c - now_us for c in coming)])
+                stage.clock_us += step_us
+                left_us -= step_us
+                continue
+            pace = 1 + self.comm_slowdown
+            stretch = 1 + self.compute_slowdown
+            flight = min(running, key=lambda f: f.end_us)
+            # Beside compute a flight's remaining time passes 1/stretch as fast.
+            wall_us = min([left_us * pace, (flight.end_us - now_us) * stretch, *(c - now_us for c in coming)])
+            stage.clock_us += wall_us
+            left_us -= wall_us / pace
+            delay_us = wall_us * (1 - 1 / stretch)
+            if delay_us > 0:
+                for f in running:
+                    self._delay(f, delay_us)
+
+    def _delay(self, flight: _Flight, delay_us: float) -> None:
+        for f in (flight, *flight.partners):
+            f.end_us += delay_us
+            self.free_us[f.channel] = max(self.free_us[f.channel], f.end_us)
+
+    def _post(self, index: int, start: Start) -> None:
+        stage = self.stages[index]
+        flight = _Flight(kind=start.kind)
+        stage.flights[start.key] = flight
+        stage.active.append(flight)
+        flight.start_us = flight.end_us = float("inf")
+        self.flown.append((index, flight))
+        if start.kind in ("send", "receive"):
+            (peer,) = start.stages
+            pair = (index, peer) if start.kind == "send" else (peer, index)
+            own = self.sends if start.kind == "send" else self.receives
+            own[pair].append((stage.clock_us, start, flight))
+            if self.sends[pair] and self.receives[pair]:
+                sent, received = self.sends[pair].popleft(), self.receives[pair].popleft()
+                self._fly([(pair[0], *sent), (pair[1], *received)], f"{pair[0]}>{pair[1]}")
+            return
+        self.counts[index, start.channel, start.stages] += 1
+        key = (start.channel, start.stages, self.counts[index, start.channel, start.stages])
+        here = self.gathering.setdefault(key, [])
+        here.append((index, stage.clock_us, start, flight))
+        if len(here) == len(start.stages):
+            self._fly(self.gathering.pop(key), start.channel)
+
+    def _fly(self, posts: Sequence[tuple[int, float, Start, _Flight]], channel: str) -> None:
+        """Everybody is there: the communication begins when the channels of all are free."""
+        start_us = max(max(posted_us, self.free_us[i, channel]) for i, posted_us, _, _ in posts)
+        end_us = start_us + max(start.time_us for _, _, start, _ in posts)
+        flights = [flight for _, _, _, flight in posts]
+        for index, _, _, flight in posts:
+            flight.start_us, flight.end_us, flight.known = start_us, end_us, True
+            flight.channel = (index, channel)
+            flight.partners = [f for f in flights if f is not flight]
+            self.free_us[index, channel] = end_us
+
+
+def simulate_programs(
+    programs: Sequence[Sequence[Step]], *, comm_slowdown: float = 0.0, compute_slowdown: float = 0.0
+) -> Simulation:
+    """Run one program for each stage. Raises UserError where they wait for each other for ever."""
+    return _Simulator(programs, comm_slowdown, compute_slowdown).run()

@@ -1,0 +1,96 @@
+"""One rank's training step, run on tensors without memory and groups without members, and written down.
+
+The whole step runs as it would (``TrainStep``, torch's pipeline schedule, the optimizer): two steps, since the first
+one makes the optimizer's state; the second is the record. Needs no device and no other process, but no process group
+may be open: a dry run opens a default group of its own and closes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoplan.errors import UserError
+from autoplan.plans import Plan
+from autoplan.rewrite.program import Coordinate, InputInfo, StageProgram
+from autoplan.runtime._torch_private import FakeStore, FakeTensorMode
+from autoplan.runtime.mesh import build_axes
+from autoplan.runtime.optimizer import OptimizerFactory
+from autoplan.runtime.params import ParamStore
+from autoplan.runtime.recorder import Record, Recorder
+from autoplan.runtime.recording_group import BACKEND, RecordingGroup, make_group
+from autoplan.runtime.step import LossKind, TrainStep
+
+Rewrite = Callable[[Coordinate, Mapping[str, str]], StageProgram]  # coordinate, axis -> group name
+
+Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+NO_TIME_S = 60.0  # nothing is waited for
+
+
+@contextmanager
+def recorded_world(rank: int, size: int) -> Iterator[Recorder]:
+    """A default process group of ``size`` ranks of which only this one exists, and what writes down what it does."""
+    if dist.is_initialized():
+        raise UserError("a dry run opens process groups of its own; run it before torch.distributed is initialised")
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, make_group, devices=["cpu", "cuda"])
+    recorder = Recorder()
+    dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=size)
+    RecordingGroup.recorder = recorder
+    try:
+        yield recorder
+    finally:
+        RecordingGroup.recorder = None
+        dist.destroy_process_group()
+
+
+def dry_run(
+    plan: Plan,
+    rank: int,
+    rewrite: Rewrite,
+    inputs: Sequence[InputInfo],
+    tensors: Tensors,
+    loss_kind: LossKind,
+    optimizer: OptimizerFactory | None = None,
+    max_norm: float | None = None,
+) -> tuple[StageProgram, Record]:
+    """What ``rank`` does in a steady step of ``plan``, and the program that it runs.
+
+    Memory counts what the step itself allocates and keeps: values, gradients, optimizer state, activations, buffers of
+    collectives, the micro-batches. The caller's batch and the process are not in it.
+
+    ``tensors``: whole shape and dtype of every parameter and buffer by name, and of the global batch's leaves by path.
+    Parameters that several stages hold are taken to lie alike on all of them.
+    """
+    device = torch.device("cpu")
+    with recorded_world(rank, plan.degrees.size) as recorder:
+        axes = build_axes(plan.degrees, device, NO_TIME_S)
+        names = axes.group_names
+        groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
+        program = rewrite(axes.coordinate, groups)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+
+            def source(name: str) -> Tensor:
+                shape, dtype = tensors[name]
+                return torch.empty(shape, dtype=dtype, device=device)
+
+            batch = {info.path: source(info.path) for info in inputs}
+            with recorder:
+                store = ParamStore(program, axes, source)
+                tied = {spec.name: True for spec in program.params if spec.tied_stages}
+                step = TrainStep(
+                    program, store, plan, axes, inputs, optimizer,
+                    max_norm=max_norm, loss_kind=loss_kind, tied=tied, observe=recorder.mark,
+                )  # fmt: skip
+                step(batch)
+                recorder.record = Record()
+                step(batch)
+                recorder.mark("end")
+                record = recorder.record
+        axes.close()
+    return program, record

@@ -1,0 +1,89 @@
+"""The event simulator on programs small enough to work out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoplan.cost_models.errors import UserError
+from autoplan.cost_models.pipeline import schedule_order, simulate
+from autoplan.cost_models.simulator import Mark, Start, Step, Wait, Work, simulate_programs
+
+
+def test_work_adds_up() -> None:
+    ran = simulate_programs([[Mark("F0"), Work(3.0), Work(4.0), Mark("B0"), Work(5.0)]])
+    assert ran.makespan_us == 12
+    assert [(span.name, span.start_us, span.end_us) for span in ran.spans] == [("F0", 0, 7), ("B0", 7, 12)]
+
+
+def test_a_collective_hides_behind_work() -> None:
+    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(6.0), Wait(1), Work(1.0)]
+    ran = simulate_programs([program])
+    assert ran.makespan_us == 11
+    assert ran.exposed_us(0) == 4
+    assert ran.compute_us(0) == 7
+
+
+def test_work_beside_communication_is_slower() -> None:
+    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(20.0), Wait(1)]
+    # 10 us in flight, in which work gets on by 8; 12 more are left
+    assert simulate_programs([program], comm_slowdown=0.25).makespan_us == pytest.approx(22)
+
+
+def test_communication_beside_work_is_slower() -> None:
+    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(4.0), Wait(1)]
+    # beside 4 us of work the flight gets on by 2; 8 more are left
+    assert simulate_programs([program], compute_slowdown=1.0).makespan_us == pytest.approx(12)
+
+
+def test_both_share_one_resource() -> None:
+    """With both slowed to half, nothing is gained by overlapping."""
+    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(10.0), Wait(1)]
+    assert simulate_programs([program], comm_slowdown=1.0, compute_slowdown=1.0).makespan_us == pytest.approx(20)
+
+
+def test_collectives_of_one_link_take_turns() -> None:
+    starts: list[Step] = [Start(1, "all_reduce", "inter", (0,), 10.0), Start(2, "all_reduce", "inter", (0,), 5.0)]
+    assert simulate_programs([[*starts, Wait(1), Wait(2)]]).makespan_us == 15
+    other: list[Step] = [starts[0], Start(2, "all_reduce", "intra", (0,), 5.0), Wait(1), Wait(2)]
+    assert simulate_programs([other]).makespan_us == 10
+
+
+def test_a_collective_of_two_stages_waits_for_the_later() -> None:
+    slow: list[Step] = [Work(30.0), Start(1, "all_reduce", "inter", (0, 1), 2.0), Wait(1)]
+    quick: list[Step] = [Work(1.0), Start(9, "all_reduce", "inter", (0, 1), 2.0), Wait(9)]
+    ran = simulate_programs([slow, quick])
+    assert ran.makespan_us == 32
+    assert ran.exposed_us(1) == 31
+
+
+def test_a_send_waits_for_its_receive() -> None:
+    sender: list[Step] = [Start(1, "send", "send", (1,), 5.0), Work(1.0), Wait(1), Work(1.0)]
+    receiver: list[Step] = [Work(20.0), Start(1, "receive", "send", (0,), 5.0), Wait(1), Work(3.0)]
+    ran = simulate_programs([sender, receiver])
+    assert ran.makespan_us == 28
+    assert [span.end_us for span in ran.spans] == [26, 28]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_free_sends_give_the_schedule_simulators_answer(schedule: str) -> None:
+    stages, micro_batches = 3, 5
+    forward_us, backward_us = [3.0, 4.0, 2.0], [6.0, 5.0, 7.0]
+    programs: list[list[Step]] = []
+    for stage in range(stages):
+        program: list[Step] = []
+        for key, (kind, _) in enumerate(schedule_order(schedule, stage, stages, micro_batches)):
+            before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+            if 0 <= before < stages:
+                program += [Start(2 * key, "receive", "send", (before,), 0.0), Wait(2 * key)]
+            program.append(Work(forward_us[stage] if kind == "F" else backward_us[stage]))
+            if 0 <= after < stages:
+                program.append(Start(2 * key + 1, "send", "send", (after,), 0.0))
+        programs.append(program)
+    expected = simulate(schedule, forward_us, backward_us, [0.0] * (stages - 1), micro_batches).makespan_us
+    assert simulate_programs(programs).makespan_us == pytest.approx(expected)
+
+
+def test_partners_that_never_come_are_named() -> None:
+    alone: list[Step] = [Start(1, "receive", "send", (1,), 1.0), Wait(1)]
+    with pytest.raises(UserError, match="stage 0 at step 1"):
+        simulate_programs([alone, [Work(1.0)]])
