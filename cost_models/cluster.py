@@ -69,7 +69,17 @@ class Cluster:
         check_count(owner, "memory_bytes", self.memory_bytes)
         if self.price_per_hour is not None:
             check_number(owner, "price_per_hour", self.price_per_hour, at_least=0)
+        if self.tensor_memory_bytes < 1:
+            raise ClusterError(
+                f"{owner}: a rank holds {self.device.reserved_bytes} bytes before any tensor (reserved_bytes), all of "
+                f"memory_bytes, {self.memory_bytes}; state more memory"
+            )
         check_distinct(owner, self.collectives)
+
+    @property
+    def tensor_memory_bytes(self) -> int:
+        """What tensors may fill on one device: all but what a rank holds before any."""
+        return self.memory_bytes - self.device.reserved_bytes
 
     @property
     def size(self) -> int:

@@ -97,7 +97,7 @@ class _Model:
         self.flights = sorted(set(flights)) if memory else [0]
         self.flight_of = [self.flights.index(f) if memory else 0 for f in flights]
         self.memory = memory
-        limit = setting.cluster.memory_bytes
+        limit = setting.cluster.tensor_memory_bytes
         least = [min(r.transient_bytes for r in rows[c]) for c in chain.depth]
         buffers = [min(r.buffers_bytes for r in rows[c]) for c in chain.depth]
         self.room = (
@@ -153,7 +153,7 @@ class _Model:
         """[f, i, j, a, b]: layers i … j-1 on one stage, from group a to group b."""
         layers, width = len(self.chain.depth), self.width
         scale = max(clock.row(row) for groups in self.groups.values() for rows in groups for row in rows)
-        prices = _PRICES * max(scale, 1e-9) / self.setting.cluster.memory_bytes if self.memory else np.zeros(1)
+        prices = _PRICES * max(scale, 1e-9) / self.setting.cluster.tensor_memory_bytes if self.memory else np.zeros(1)
         per_class = {c: self._cheapest(groups, clock, prices) for c, groups in self.groups.items()}
         each = np.stack([per_class[c] for c in self.chain.depth])  # [layer, f, b, λ]
         result = np.full((len(self.flights), layers + 1, layers + 1, width, width), inf)
@@ -230,4 +230,4 @@ def may_fit(chain: Chain, rows: Mapping[str, Sequence[Row]], setting: Setting) -
         least = {c: float((static[c] + flights * held[c]).min()) for c in chain.classes}
         total = np.concatenate([[0.0], np.cumsum([least[c] for c in chain.depth])])
         cost[stage] = total[None, :] - total[:, None] + largest
-    return best_cuts(cost, np.maximum)[0] <= setting.cluster.memory_bytes
+    return best_cuts(cost, np.maximum)[0] <= setting.cluster.tensor_memory_bytes

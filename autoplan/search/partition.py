@@ -65,7 +65,7 @@ def cut_evenly(chain: Chain, rows: Sequence[Row], setting: Setting, *, fit: bool
         for stage in range(stages):
             flights = in_flight(stage, stages, setting.micro_batches, setting.schedule)
             used = (static[None, :] - static[:, None]) + flights * (held[None, :] - held[:, None]) + working
-            fitting[stage][used > setting.cluster.memory_bytes] = np.inf
+            fitting[stage][used > setting.cluster.tensor_memory_bytes] = np.inf
         cuts = best_cuts(fitting, np.maximum)[1]
         if cuts:
             return cuts

@@ -83,7 +83,7 @@ class StageProgram:
         if not isfinite(limits.step_us):
             raise ValueError("nothing fits: the bounds say so without a program")
         scale_us = limits.step_us
-        self.unit_us, self.unit_bytes = scale_us / UNITS, setting.cluster.memory_bytes / UNITS
+        self.unit_us, self.unit_bytes = scale_us / UNITS, setting.cluster.tensor_memory_bytes / UNITS
         self.stages = setting.degrees.pipe
         self.runs = chain.runs
         self.program = Program()
@@ -120,7 +120,7 @@ class StageProgram:
             everything += self.chain.depth.count(class_id) * most
         working = max(row.transient_bytes for rows in self.rows.values() for row in rows)
         buffers = max(row.buffers_bytes for rows in self.rows.values() for row in rows)
-        return everything + working + buffers > (1 - MEMORY_MARGIN) * self.setting.cluster.memory_bytes
+        return everything + working + buffers > (1 - MEMORY_MARGIN) * self.setting.cluster.tensor_memory_bytes
 
     # ---- variables and rows
 

@@ -185,7 +185,7 @@ def _estimate(stages: Sequence[_Stage], setting: Setting, proof: Proof) -> Estim
         "optimizer": sum(row.end_optimizer_us for row in last.rows),
     }
     step_us = pipeline_us + last.end_us
-    limit = setting.cluster.memory_bytes
+    limit = setting.cluster.tensor_memory_bytes
     price = setting.cluster.price_per_hour
     return Estimate(
         step_us=step_us,
