@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoplan.capture import Graph, capture
+from autoplan.capture.fold import unfold
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, ModelError, UserError
 from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
+from autoplan.refine import affordable, refine
 from autoplan.rewrite import rewrite
 from autoplan.runtime import checkpoint
 from autoplan.runtime.launch import local_device, session
@@ -58,6 +60,9 @@ def plan(
         default.
     pins: decisions already made.
 
+    The best few plans are replayed in simulated time where that takes seconds (``autoplan.refine``), but not inside a
+    running job: a replay opens process groups of its own.
+
     Raises ModelError, BatchError, DegreeError, InfeasibleError, ClusterError.
     """
     tell = progress or _silent
@@ -65,7 +70,10 @@ def plan(
     precision = precision or _own_precision(model)
     tell("capturing the model", 0, 1)
     graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True)
-    return plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
+    document = plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
+    if dist.is_initialized() or not affordable(graph, document.plan):
+        return document
+    return refine(unfold(graph), document, cluster, progress=tell)
 
 
 def plan_graph(

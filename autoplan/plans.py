@@ -168,8 +168,23 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     solver: str = ""
 
 
+class Replayed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The second fidelity (``autoplan.replay``): the plan's own program in simulated time."""
+
+    step_us: float
+    tensor_bytes: tuple[int, ...]  # peak of each stage's tensors
+    reserved_bytes: int  # of a rank before any tensor
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.tensor_bytes) + self.reserved_bytes
+
+
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prediction for one plan: one optimizer step over the whole global batch."""
+    """The prediction for one plan: one optimizer step over the whole global batch.
+
+    The search ranks by these sums; ``replayed`` is there for the plans that were looked at again.
+    """
 
     step_us: float
     compute_us: float  # busiest stage, all micro-batches
@@ -186,10 +201,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ""  # "compute", "tensor-parallel communication", "data-parallel communication", "pipeline bubble", "memory"
     )
     cost_per_step: float | None = None
+    replayed: Replayed | None = None
 
     @property
     def peak_bytes(self) -> int:
         return max(m.total_bytes for m in self.memory)
+
+    @property
+    def predicted_us(self) -> float:
+        """The step time by the best model that this plan was put through."""
+        return self.step_us if self.replayed is None else self.replayed.step_us
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ Needs no device. Not to be called where torch.distributed is initialised.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import sympy
@@ -25,6 +26,7 @@ from autoplan.capture.graph import Graph, Sizes, TensorSpec
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.mesh import GroupShape
+from autoplan.cost_models.ring import ring_matmul_us
 from autoplan.cost_models.simulator import Mark, Span, Start, Step, Wait, Work, simulate_programs
 from autoplan.plans import Plan
 from autoplan.rewrite import rewrite
@@ -150,14 +152,39 @@ class _Prices:
     def _work(self, operation: recorder.Operation) -> Work:
         if operation not in self._known:
             name = operation.target.name().split(".")[0].removeprefix("aten::")
-            price = price_of(operation)
             device = self._cluster.device
-            if name in _UNTOUCHED:
+            if operation.ranks:
+                time_us = self._ring_us(operation)
+            elif name in _UNTOUCHED:
                 time_us = device.kernel_launch_us
             else:
-                time_us = node_time_us(price, device, self._plan.precision)
+                time_us = node_time_us(price_of(operation), device, self._plan.precision)
             self._known[operation] = Work(time_us, name)
         return self._known[operation]
+
+    def _ring_us(self, operation: recorder.Operation) -> float:
+        """A fused collective and matmul: the chunk that travels is the smaller of input and output, as it was cut."""
+        ranks, device = len(operation.ranks), self._cluster.device
+        x, weight = operation.args[0], operation.args[1]
+        result = operation.results[0]
+        gathers = "gather" in operation.target.name()
+        assert result is not None, "a ring returns its product"
+        chunk, travels = (x.sizes, x) if gathers else (result.sizes, result)
+        rows = prod(chunk[:-1])
+        product = recorder.Operation(
+            target=torch.ops.aten.mm.default,
+            args=(recorder.Shape((rows, x.sizes[-1]), x.dtype), weight),
+            kwargs=(),
+            results=(recorder.Shape((rows, weight.sizes[-1]), x.dtype),),
+        )
+        hop_us = collective_time_us(
+            "send",
+            prod(travels.sizes) * travels.dtype.itemsize,
+            GroupShape.pair(inter=group_shape(operation.ranks, self._cluster).nodes > 1),
+            self._cluster,
+        )
+        product_us = node_time_us(price_of(product), device, self._plan.precision)
+        return ring_matmul_us(ranks, float(hop_us), product_us, device.comm_slowdown)
 
 
 def group_shape(ranks: tuple[int, ...], cluster: Cluster) -> GroupShape:

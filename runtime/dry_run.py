@@ -1,8 +1,8 @@
 """One rank's training step, run on tensors without memory and groups without members, and written down.
 
-The whole step runs as it would (``TrainStep``, torch's pipeline schedule, the optimizer): two steps, since the first
-one makes the optimizer's state; the second is the record. Needs no device and no other process, but no process group
-may be open: a dry run opens a default group of its own and closes it.
+The whole step runs as it would: ``TrainStep``, torch's pipeline schedule, the optimizer, which has its state already,
+as in any step but the first. Needs no device and no other process, but no process group may be open: a dry run opens a
+default group of its own and closes it.
 """
 
 from __future__ import annotations
@@ -87,10 +87,20 @@ def dry_run(
                     program, store, plan, axes, inputs, optimizer,
                     max_norm=max_norm, loss_kind=loss_kind, tied=tied, observe=recorder.mark,
                 )  # fmt: skip
-                step(batch)
-                recorder.record = Record()
+                _make_optimizer_state(step)
+                recorder.record = Record(peak_bytes=recorder.live_bytes)
                 step(batch)
                 recorder.mark("end")
                 record = recorder.record
         axes.close()
     return program, record
+
+
+def _make_optimizer_state(step: TrainStep) -> None:
+    """Optimizers make their state in their first step, which needs gradients and nothing else."""
+    masters = [master for _, master in step.store.trainable]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    step.optimizer.step()
+    for master in masters:
+        master.grad = None

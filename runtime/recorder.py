@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autoplan.kernels import ops
+from autoplan.kernels._torch_private import resolve_group
 from autoplan.runtime._torch_private import TorchDispatchMode
 
 ALIGNMENT_BYTES = 64  # of torch's CPU allocator; CUDA's rounds to 512, which differs little for tensors that count
@@ -48,6 +50,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[Shape | None, ...]
+    ranks: tuple[int, ...] = ()  # of the group of a call that communicates by itself (``kernels.ops``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args=_frozen(args),
             kwargs=tuple((key, _frozen(value)) for key, value in sorted(kwargs.items())),
             results=tuple(_shape(r) if isinstance(r, Tensor) else None for r in results),
+            ranks=tuple(dist.get_process_group_ranks(resolve_group(args[-1]))) if _is_ring(func) else (),
         )
         return self._operations.setdefault(operation, operation)
 
@@ -175,7 +179,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [t for t in pytree.tree_leaves((args[0], result)) if isinstance(t, Tensor)]
         size_bytes = whole([t.nbytes for t in tensors])
         # Every functional collective names its group last.
-        key = self.start(kind, dist.get_process_group_ranks(_resolve(args[-1])), size_bytes)
+        key = self.start(kind, dist.get_process_group_ranks(resolve_group(args[-1])), size_bytes)
         for tensor in pytree.tree_leaves(result):
             self._functional[tensor.untyped_storage()._cdata] = key
 
@@ -190,10 +194,13 @@ _FUNCTIONAL: dict[str, tuple[str, Callable[[list[int]], int]]] = {
 }
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
-    from autoplan.kernels._torch_private import resolve_group
-
-    return resolve_group(name)
+def _is_ring(func: Any) -> bool:
+    """The operators of ``kernels.ops``; like functional collectives they name their group last."""
+    return func in (
+        ops.all_gather_matmul_by_name,
+        ops.all_gather_matmul_with_input_by_name,
+        ops.matmul_reduce_scatter_by_name,
+    )
 
 
 def _some_number(dtype: torch.dtype) -> bool | int | float:

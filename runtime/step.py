@@ -69,6 +69,7 @@ class TrainStep:
     @torch.no_grad()
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         self._check(batch)
+        self._observe("batch")
         leaves = [self._micro_batch(batch, index) for index in range(self.plan.micro_batches)]
         weights = self._weights(leaves)
         self._runner.load(leaves, [self._tangent(w) for w in weights])

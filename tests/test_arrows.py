@@ -2,7 +2,7 @@
 
     kernels      torch, triton
     cost_models  sympy, networkx, numpy
-    autoplan     cost_models; runtime only from the API (replay is part of it) and the CLI
+    autoplan     cost_models; runtime only from the API (replay and refine are part of it) and the CLI
     runtime      plans, rewrite, kernels; torch; errors and settings, which belong to no room
 
 The files are read, not imported, so a wrong arrow is found even behind an ``if`` or inside a function.
@@ -31,7 +31,7 @@ RUNTIME_MAY = (
     "torch", "autoplan.runtime", "autoplan.kernels", "autoplan.plans", "autoplan.rewrite",
     "autoplan.errors", "autoplan.settings",
 )  # fmt: skip
-RUNTIME_USERS = re.compile(r"autoplan/(__init__|__main__|api|cli|replay)\.py|autoplan/cli(/.*|_\w+\.py)")
+RUNTIME_USERS = re.compile(r"autoplan/(__init__|__main__|api|cli|refine|replay)\.py|autoplan/cli(/.*|_\w+\.py)")
 
 
 @dataclass(frozen=True, slots=True)

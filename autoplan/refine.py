@@ -1,0 +1,129 @@
+"""The best few plans of a search, replayed: the fastest of them in simulated time is the plan.
+
+    document = refine(graph, document, cluster)
+
+The search is exact under sums over layers; a replay knows what those sums leave out (waits, order, what is alive when).
+So the search's pick, its runner-ups and the hand plans are replayed in their order until ``events`` are spent, and
+the fastest that fits becomes the pick. The proof stays what it was, of the search; a note says what the replay changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import structs
+
+from autoplan.capture.graph import Graph
+from autoplan.cost_models.cluster import Cluster
+from autoplan.errors import LegalityError
+from autoplan.plans import Alternative, Plan, PlanDocument, Replayed
+from autoplan.replay import replay
+from autoplan.runtime.optimizer import OptimizerFactory
+from autoplan.search.explain import describe
+from autoplan.search.planner import Progress
+
+__all__ = ["EVENTS", "affordable", "refine"]
+
+EVENTS = 25_000  # about 5 s of one core: a dry run writes down 5,000 to 10,000 events each second
+
+
+def refine(
+    graph: Graph,
+    document: PlanDocument,
+    cluster: Cluster,
+    *,
+    events: int = EVENTS,
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+    progress: Progress | None = None,
+) -> PlanDocument:
+    """``document`` with the best few of its plans replayed, and the best of those first. ``graph`` is unfolded.
+
+    Unchanged where even the pick's replay would take more than ``events``.
+    """
+    searched = [Alternative(plan=document.plan, estimate=document.estimate), *document.runners_up]
+    hand = [a for a in document.hand_plans if a.estimate.fits]
+    afforded = _afforded(graph, [ring for a in [*searched, *hand] for ring in (a, *_with_rings(a))], events)
+    if not afforded:
+        return document
+    seen: dict[Plan, Alternative] = {}
+    refused: list[str] = []
+    for index, alternative in enumerate(afforded):
+        if progress is not None:
+            progress("replaying the best plans", index, len(afforded))
+        try:
+            found = replay(graph, alternative.plan, cluster, optimizer=optimizer, clip_norm=clip_norm)
+        except LegalityError as error:
+            refused.append(f"{describe(alternative.plan)} could not be replayed and may not run: {error}")
+            continue
+        figures = Replayed(step_us=found.step_us, tensor_bytes=found.tensor_bytes, reserved_bytes=found.reserved_bytes)
+        estimate = structs.replace(alternative.estimate, replayed=figures, fits=found.fits)
+        seen[alternative.plan] = structs.replace(alternative, estimate=estimate)
+    if not seen:
+        return structs.replace(document, notes=(*document.notes, *refused))
+    searched = [seen.get(a.plan, a) for a in searched]
+    searched += [a for a in seen.values() if a.plan.fused_matmul and a not in searched]
+    fitting = [a for a in seen.values() if a.estimate.fits]
+    best = min(fitting, key=lambda a: a.estimate.predicted_us) if fitting else searched[0]
+    others = sorted((a for a in searched if a is not best), key=_standing)
+    return structs.replace(
+        document,
+        plan=structs.replace(best.plan, name=document.plan.name),
+        estimate=structs.replace(best.estimate, proof=document.estimate.proof),
+        hand_plans=tuple(seen.get(a.plan, a) for a in document.hand_plans),
+        runners_up=tuple(
+            structs.replace(a, plan=structs.replace(a.plan, name=f"runner-up {n}")) for n, a in enumerate(others, 1)
+        ),
+        notes=(*document.notes, _said(searched[0], best, len(seen)), *refused),
+    )
+
+
+def _with_rings(alternative: Alternative) -> Iterator[Alternative]:
+    """The same plan with matmuls fused into rings, where that is the replay's to decide: sums over layers don't know
+    them, so the search leaves them out."""
+    plan = alternative.plan
+    used = {layer.strategy for layer in plan.layers}
+    gathers = any("S" in text for s in plan.strategies if s.key in used for text in (*s.boundary_in, *s.boundary_out))
+    if plan.degrees.tensor > 1 and gathers and not plan.fused_matmul:
+        yield structs.replace(alternative, plan=structs.replace(plan, fused_matmul=True))
+
+
+def _standing(alternative: Alternative) -> tuple[bool, bool, float]:
+    """Those that fit first, of those the replayed, by time."""
+    estimate = alternative.estimate
+    return not estimate.fits, estimate.replayed is None, estimate.predicted_us
+
+
+def _said(pick: Alternative, best: Alternative, count: int) -> str:
+    if pick.estimate.replayed is None:
+        return f"{count} plans were replayed in simulated time; the search's own pick was not among them."
+    said = "This plan was replayed in simulated time."
+    if count > 1:
+        said = f"{count} plans were replayed in simulated time; this is the fastest of them that fits."
+    if best is pick:
+        return said
+    slower = pick.estimate.predicted_us / best.estimate.predicted_us
+    why = f"takes {slower:.2f} times as long there" if pick.estimate.fits else "does not fit there"
+    return f"{said} The search's own pick, the best by its sums over layers, {why}."
+
+
+def affordable(graph: Graph, plan: Plan, events: int = EVENTS) -> bool:
+    """Whether the dry runs of all stages write down at most about ``events``. ``graph`` may be folded."""
+    return _events(graph, plan) <= events
+
+
+def _events(graph: Graph, plan: Plan) -> int:
+    """Each stage runs its share of the graph for every micro-batch; a folded graph has some layers of many."""
+    nodes = len(graph.fx.nodes) * len(graph.depth) // len(graph.layers)
+    return nodes * (plan.micro_batches + 1)
+
+
+def _afforded(graph: Graph, ranked: list[Alternative], events: int) -> list[Alternative]:
+    """The first of ``ranked`` whose dry runs stay within ``events`` in all."""
+    afforded = []
+    for alternative in ranked:
+        events -= _events(graph, alternative.plan)
+        if events < 0:
+            break
+        afforded.append(alternative)
+    return afforded
