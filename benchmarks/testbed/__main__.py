@@ -86,16 +86,14 @@ def _describe(console: Console, bed: Testbed, cluster: Path) -> None:
     intra = spec.intra_bytes_per_s
     console.print(f"between hosts  {_rate(spec.inter_bytes_per_s)} per host, each way")
     console.print(f"inside a host  {'not held' if intra is None else _rate(intra)}")
-    fraction = spec.core_fraction
-    console.print(
-        f"a rank         {'not held to a fraction of a core' if fraction is None else f'{fraction:g} of a core'}"
-    )
+    share = "its core is not held" if spec.core_fraction is None else f"{spec.core_fraction:g} of a core"
+    console.print(f"a rank         {share}")
     console.print(f"               {spec.cluster.memory_bytes / 1e9:.4g} GB of memory, killed above it")
     for doubt in doubts(spec, bed.machine):
         console.print(f"note: {doubt}", style="yellow")
     console.print(
-        f"\nOn every rank, held:       python -m benchmarks.testbed up {cluster} -- COMMAND\n"
-        f"In one host, links held:   ip netns exec {bed.places[0].namespace} COMMAND\n",
+        f"\nin a host of this one, links held:    ip netns exec {bed.places[0].namespace} COMMAND\n"
+        f"on every rank of one for itself:      python -m benchmarks.testbed up {cluster} -- COMMAND\n",
         markup=False,
         highlight=False,
     )

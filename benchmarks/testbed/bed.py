@@ -38,8 +38,8 @@ class Testbed:
     memory do not exist.
 
     Ranks are forked from the calling thread: they have its imports, its models, its graphs, and pay only for pages they
-    touch. Call it from the main thread, before the process runs OpenMP regions on more than one thread: those do not
-    survive a fork.
+    touch. Threads do not survive a fork: a function that uses torch calls ``torch.set_num_threads(1)`` first, since
+    OpenMP would wait for the coordinator's.
     """
 
     __test__ = False  # pytest: not a class of tests

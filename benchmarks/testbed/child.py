@@ -55,7 +55,8 @@ def live(
         try:
             _take_place(place, group)
             os.environ.update(place.environment(master_address, master_port))
-            faulthandler.register(STACKS_SIGNAL, file=pipes.stacks, all_threads=True)
+            faulthandler.enable(file=pipes.stacks)  # a crash says where, too
+            faulthandler.register(STACKS_SIGNAL, file=pipes.stacks)
             seat = Seat(place, channel, group, master_address=master_address, master_port=master_port)
             channel.send("value", value=body(seat))
             code = 0
@@ -106,6 +107,16 @@ def _told(error: BaseException) -> str:
     return "".join(own).rstrip()
 
 
+def own_frames(stacks: str) -> str:
+    """A rank's stacks as faulthandler writes them, without the coordinator's frames that it was forked under."""
+    kept, skipping = [], False
+    for line in stacks.splitlines():
+        skipping = f'File "{__file__}"' in line or (skipping and line.startswith("  "))
+        if not skipping and not line.startswith("Extension modules: "):
+            kept.append(line)
+    return "\n".join(kept).strip()
+
+
 def _is_refused_memory(error: BaseException) -> bool:
     """Whether memory was refused at once, before the cgroup could kill; torch's allocator has no type for that."""
     return isinstance(error, MemoryError) or "DefaultCPUAllocator: " in str(error)
@@ -122,7 +133,6 @@ def execute(argv: list[str], env: dict[str, str], log: str | None) -> Body:
             os.dup2(handle, 2)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a command does not expect
             signal.signal(number, signal.SIG_DFL)
-        faulthandler.unregister(STACKS_SIGNAL)
         os.execvp(argv[0], argv)
 
     return become

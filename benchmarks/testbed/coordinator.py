@@ -22,7 +22,7 @@ from typing import Any
 
 from autoplan.errors import RankError, UserError
 from benchmarks.testbed.cgroups import RankGroup, kill_group
-from benchmarks.testbed.child import STACKS_SIGNAL, Body, Pipes, live
+from benchmarks.testbed.child import STACKS_SIGNAL, Body, Pipes, live, own_frames
 from benchmarks.testbed.outcome import RankOutcome, Status
 from benchmarks.testbed.seat import Place
 
@@ -337,12 +337,18 @@ class _Coordinator:
         )
 
     def _timeout_text(self, rank: Rank) -> str:
-        text = f"still running after {self._job.timeout_s:g} s"
-        stacks = rank.stacks.decode(errors="replace").rstrip()
-        return f"{text}, here:\n{stacks}" if stacks else text
+        return _with_stacks(f"still running after {self._job.timeout_s:g} s", rank)
 
-    def _death(self, rank: Rank) -> str:
+    @staticmethod
+    def _death(rank: Rank) -> str:
         code = rank.exit_code
         if code is None or code == 0:
             return "ended without returning from its function"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code > 0:
+            return f"ended with exit code {code}"
+        return _with_stacks(f"killed by {signal.Signals(-code).name}", rank)
+
+
+def _with_stacks(text: str, rank: Rank) -> str:
+    stacks = own_frames(rank.stacks.decode(errors="replace"))
+    return f"{text}, here:\n{stacks}" if stacks else text

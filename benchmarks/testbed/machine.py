@@ -15,6 +15,7 @@ from benchmarks.testbed.cgroups import find_controller
 from benchmarks.testbed.spec import TestbedSpec
 
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"  # not on everybody's PATH, and iproute2 is there
+BUSY_CORE = 0.9
 HELD_GBIT = (0.05, 10.0)  # rates that were checked to hold within 5 %
 
 
@@ -90,6 +91,11 @@ def doubts(spec: TestbedSpec, machine: Machine) -> list[str]:
     if wanted > machine.available_bytes:
         found.append(
             f"ranks may use {wanted / 1e9:.3g} GB together, {machine.available_bytes / 1e9:.3g} GB are free now"
+        )
+    most = -(-spec.cluster.size // len(machine.cores)) * (spec.core_fraction or 0.0)
+    if most > BUSY_CORE:
+        found.append(
+            f"ranks fill {most:.2g} of a core: little is left to carry packets; up to {BUSY_CORE:g} holds better"
         )
     rates = {"inter": spec.inter_bytes_per_s, "intra": spec.intra_bytes_per_s}
     low, high = HELD_GBIT
