@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -258,7 +259,7 @@ def test_an_error_in_the_coordinator_ends_the_ranks(plain: Testbed) -> None:
 
 
 def test_a_rank_keeps_nothing_of_its_coordinator(plain: Testbed, tmp_path: Path) -> None:
-    """Exit handlers, signal handlers, and a display that holds the standard output with a lock and a thread."""
+    """Exit handlers, signal handlers, and a display that stands before the standard output, locked by its thread."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -270,11 +271,25 @@ def test_a_rank_keeps_nothing_of_its_coordinator(plain: Testbed, tmp_path: Path)
         print("a rank speaks")
         return [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)]
 
+    console = Console(force_terminal=True)
+    drawing, drawn = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with console._lock:
+            drawing.set()
+            drawn.wait(30)
+
+    thread = threading.Thread(target=draw)
     try:
-        with Progress(console=Console(force_terminal=True)) as progress:
+        with Progress(console=console, auto_refresh=False) as progress:
             progress.add_task("planning")
-            with progress._lock:  # as if its thread were drawing
-                outcomes = plain.fork(work, timeout_s=20)
+            thread.start()
+            drawing.wait(10)
+            try:
+                outcomes = plain.fork(work, timeout_s=10)
+            finally:
+                drawn.set()
+                thread.join()
     finally:
         atexit.unregister(note.write_text)
         signal.signal(signal.SIGTERM, before)
