@@ -18,8 +18,9 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import LegalityError
 from autoplan.plans import Alternative, Plan, PlanDocument, Replayed
 from autoplan.replay import replay
+from autoplan.report import units
 from autoplan.runtime.optimizer import OptimizerFactory
-from autoplan.search.explain import describe
+from autoplan.search.explain import describe, why
 from autoplan.search.planner import Progress
 
 __all__ = ["EVENTS", "affordable", "refine"]
@@ -66,7 +67,7 @@ def refine(
     fitting = [a for a in seen.values() if a.estimate.fits]
     best = min(fitting, key=lambda a: a.estimate.predicted_us) if fitting else searched[0]
     others = sorted((a for a in searched if a is not best), key=_standing)
-    return structs.replace(
+    settled = structs.replace(
         document,
         plan=structs.replace(best.plan, name=document.plan.name),
         estimate=structs.replace(best.estimate, proof=document.estimate.proof),
@@ -74,8 +75,9 @@ def refine(
         runners_up=tuple(
             structs.replace(a, plan=structs.replace(a.plan, name=f"runner-up {n}")) for n, a in enumerate(others, 1)
         ),
-        notes=(*document.notes, _said(searched[0], best, len(seen)), *refused),
     )
+    other_notes = [note for note in document.notes if note not in why(document)]
+    return settled.with_notes((*why(settled), _said(searched[0], best, len(seen)), *other_notes, *refused))
 
 
 def _with_rings(alternative: Alternative) -> Iterator[Alternative]:
@@ -95,16 +97,21 @@ def _standing(alternative: Alternative) -> tuple[bool, bool, float]:
 
 
 def _said(pick: Alternative, best: Alternative, count: int) -> str:
-    if pick.estimate.replayed is None:
-        return f"{count} plans were replayed in simulated time; the search's own pick was not among them."
-    said = "This plan was replayed in simulated time."
+    replayed = best.estimate.replayed
+    assert replayed is not None, "the best of those that were replayed"
+    figures = (
+        f"{units.time(replayed.step_us)} a step, {units.size(replayed.peak_bytes)} at the peak of the fullest device"
+    )
+    said = f"Replayed in simulated time it takes {figures}."
     if count > 1:
-        said = f"{count} plans were replayed in simulated time; this is the fastest of them that fits."
+        said += f" {count} plans were replayed; this is the fastest of them that fits."
     if best is pick:
         return said
+    if pick.estimate.replayed is None:
+        return f"{said} The search's own pick was not among them."
     slower = pick.estimate.predicted_us / best.estimate.predicted_us
-    why = f"takes {slower:.2f} times as long there" if pick.estimate.fits else "does not fit there"
-    return f"{said} The search's own pick, the best by its sums over layers, {why}."
+    how = f"takes {slower:.2f} times as long there" if pick.estimate.fits else "does not fit there"
+    return f"{said} The search's own pick, the best by its sums over layers, {how}."
 
 
 def affordable(graph: Graph, plan: Plan, events: int = EVENTS) -> bool:

@@ -90,7 +90,6 @@ def dry_run(
                 _make_optimizer_state(step)
                 recorder.record = Record(peak_bytes=recorder.live_bytes)
                 step(batch)
-                recorder.mark("end")
                 record = recorder.record
         axes.close()
     return program, record
