@@ -16,6 +16,7 @@ from benchmarks.testbed.spec import TestbedSpec
 
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"  # not on everybody's PATH, and iproute2 is there
 BUSY_CORE = 0.9
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # links and buckets; namespaces and mounts
 HELD_GBIT = (0.05, 10.0)  # rates that were checked to hold within 5 %
 
 
@@ -42,6 +43,12 @@ class Machine:
         return self.cores[rank % len(self.cores)]
 
 
+def _capabilities() -> int:
+    """This process's effective capabilities, one bit each."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1], 16) if found else 0
+
+
 def tool(name: str) -> str | None:
     """The path of ``ip`` or ``tc``; None when it is not installed."""
     return shutil.which(name) or shutil.which(name, path=SBIN)
@@ -52,6 +59,8 @@ def missing(spec: TestbedSpec) -> list[str]:
     found = []
     if os.geteuid() != 0:
         found.append("root: namespaces and cgroups are its to make; run with sudo")
+    elif lacking := [name for name, bit in CAPABILITIES.items() if not _capabilities() >> bit & 1]:
+        found.append(f"{' and '.join(lacking)}: root in this container has less than root; run it with --privileged")
     tools = [name for name in ("ip", "tc") if tool(name) is None]
     if tools:
         found.append(f"{' and '.join(tools)}: install iproute2 (apt install iproute2, dnf install iproute iproute-tc)")

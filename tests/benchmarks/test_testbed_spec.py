@@ -150,6 +150,12 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pass
 
 
+def test_a_container_may_have_less_than_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(machine, "_capabilities", lambda: 1 << 12)
+    assert missing(spec(tmp_path))[0].startswith("CAP_SYS_ADMIN: root in this container")
+
+
 # -- what the kernel is told
 
 
