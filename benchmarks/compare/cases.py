@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoplan.errors import UserError
 from autoplan.models.hugging_face import from_config
-from autoplan.models.text import BYTES
+from autoplan.models.text import BYTES, ByteText
 from benchmarks import demo
 
 CLUSTERS = Path(__file__).parents[1] / "clusters"
@@ -53,7 +53,7 @@ class ModelCase:
 
 
 @cache
-def _text() -> demo.ByteText:
+def _text() -> ByteText:
     return demo.text(SEED)
 
 
