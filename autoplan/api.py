@@ -24,7 +24,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, ModelError, UserError
 from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
 from autoplan.refine import affordable, refine
-from autoplan.rewrite import rewrite
+from autoplan.rewrite import require_valid, rewrite
 from autoplan.runtime import checkpoint
 from autoplan.runtime.launch import local_device, session
 from autoplan.runtime.mesh import build_axes
@@ -145,8 +145,8 @@ def compile(
     plan: a plan made before (or its file), which must be for this model, batch and cluster.
     clip_norm: clip the global gradient norm to this.
 
-    Raises what ``plan`` raises, FingerprintError, and DegreeError when the ranks are not as many as the cluster's
-    devices.
+    Raises what ``plan`` raises, mostly with the first batch; FingerprintError for a plan of something else,
+    PlanFileError for a damaged one, UserError when the ranks are not as many as the cluster's devices.
     """
     return CompiledStep(
         model,
@@ -214,11 +214,17 @@ class CompiledStep:
 
     def prepare(self, batch: Batch) -> CompiledStep:
         """Capture, plan and rewrite for batches like this one, without training on it."""
-        self._join()
+        alone = not dist.is_initialized()
+        if not alone:
+            self._join()
         self._seen = _like(batch)
         # Traced whole: a fold is checked, but nothing that runs rests on it (capture.fold).
         graph = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision])
-        self._document = self._agreed_plan(graph, batch)
+        # Where there is no process group yet rank 0 plans before it makes one: a replay has groups of its own.
+        early = self._own_plan(graph, batch) if alone and read_settings().rank == 0 else None
+        if alone:
+            self._join()
+        self._document = self._agreed_plan(graph, batch, early)
         self._step = build_step(
             graph,
             self._document,
@@ -247,30 +253,50 @@ class CompiledStep:
                 f"{self._cluster.devices_per_node} --nnodes {self._cluster.nodes} …"
             )
 
-    def _agreed_plan(self, graph: Graph, batch: Batch) -> PlanDocument:
+    def _own_plan(self, graph: Graph, batch: Batch) -> tuple[PlanDocument | None, UserError | None]:
+        """The plan that this rank makes, or what stands against it; neither where a plan was given."""
+        if self._document is not None:
+            return None, None
+        try:
+            document = plan_graph(
+                self._quickest(graph, batch),
+                self._cluster,
+                batch,
+                type(self._model).__name__,
+                precision=self._precision,
+                pins=self._pins,
+                progress=self._progress,
+            )
+            if not dist.is_initialized() and affordable(graph, document.plan):
+                document = refine(
+                    graph,
+                    document,
+                    self._cluster,
+                    optimizer=self._optimizer,
+                    clip_norm=self._clip_norm,
+                    progress=self._progress,
+                )
+        except UserError as error:
+            return None, error
+        return document, None
+
+    def _agreed_plan(
+        self, graph: Graph, batch: Batch, early: tuple[PlanDocument | None, UserError | None] | None
+    ) -> PlanDocument:
         """Rank 0 plans; every rank gets the same text. A given plan is checked against what is here."""
         here = fingerprint(graph, self._cluster, batch, type(self._model).__name__)
         if self._document is not None:
             self._document.plan.fingerprint.require(here)
+            require_valid(graph, self._document.plan)
             return self._document
-        text, failure = "", ""
-        original: UserError | None = None
+        document, failure = None, None
         if dist.get_rank() == 0:
-            try:
-                text = plan_graph(
-                    self._quickest(graph, batch),
-                    self._cluster,
-                    batch,
-                    here.model_name,
-                    precision=self._precision,
-                    pins=self._pins,
-                    progress=self._progress,
-                ).to_json()
-            except UserError as error:
-                failure, original = str(error), error
-        text, failure = _broadcast_text((text, failure), self._device)
-        if failure:
-            raise original or UserError(failure)
+            document, failure = early or self._own_plan(graph, batch)
+        text, said = _broadcast_text(
+            ("" if document is None else document.to_json(), "" if failure is None else str(failure)), self._device
+        )
+        if said:
+            raise failure or UserError(said)
         return PlanDocument.from_json(text, "the plan of rank 0")
 
     def _quickest(self, graph: Graph, batch: Batch) -> Graph:

@@ -23,15 +23,18 @@ Every node carries in ``node.meta``:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import sympy
 import torch
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 SEQ = sympy.Symbol("seq", integer=True, positive=True)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +67,12 @@ class Sizes:
     seq: int = 1
 
     def value(self, expr: sympy.Expr | int) -> int:
-        if isinstance(expr, int):
-            return expr
-        return int(expr.subs({BATCH: self.batch, SEQ: self.seq}))
+        return expr if isinstance(expr, int) else _value(expr, self.batch, self.seq)
+
+
+@cache  # a graph asks for the same few expressions thousands of times, and sympy is slow
+def _value(expr: sympy.Expr, batch: int, seq: int) -> int:
+    return int(expr.subs({BATCH: batch, SEQ: seq}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +157,13 @@ class Graph:
     def node(self, name: str) -> torch.fx.Node:
         return self._by_name[name]
 
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """``make()``, kept with the graph: for what later rooms work out from the graph alone, and ask for often."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
     @property
     def folded(self) -> bool:
         return len(self.depth) != len(self.layers)
@@ -164,3 +177,4 @@ class Graph:
 
     _by_name: Mapping[str, torch.fx.Node] = field(init=False, repr=False, compare=False)
     _params_by_name: Mapping[str, ParamInfo] = field(init=False, repr=False, compare=False)
+    _made: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -17,6 +17,7 @@ from autoplan.rewrite.program import ParamSpec
 from autoplan.rewrite.state import State, is_getitem, is_integer, is_side, operands, replicated, result_of, specs_of
 from autoplan.sharding import refine
 from autoplan.sharding.placement import Placement
+from autoplan.sharding.refinement import Refinement
 from autoplan.sharding.rule import Choice
 
 
@@ -47,20 +48,41 @@ def layer_choices(
             f"assign: strategy {strategy.key} of class {strategy.class_id} has {len(strategy.choices)} choices, "
             f"layer {layer.index} of class {layer.class_id} has {len(names)} nodes"
         )
-    nodes = [graph.node(name) for name in names]
-    legal = refine(n for n in nodes if not is_integer(n)) if degree > 1 else None
 
     def one(node: fx.Node, wanted: str) -> Choice | None:
         if is_integer(node):
             return None
-        if legal is None or wanted == "*":
-            return _whole(node)
-        for choice in legal.choices(node, sizes, degree):
-            if choice.name == wanted:
-                return choice
-        raise LegalityError(f"assign: {node.name} ({node.target}) has no choice {wanted!r} at degree {degree}")
+        found = legal_choices(graph, layer.class_id, node, sizes, degree).get(wanted)
+        if found is None:
+            raise LegalityError(f"assign: {node.name} ({node.target}) has no choice {wanted!r} at degree {degree}")
+        return found
 
+    nodes = class_nodes(graph, layer.class_id)
     return tuple(one(node, wanted) for node, wanted in zip(nodes, strategy.choices, strict=True))
+
+
+def class_nodes(graph: Graph, class_id: str) -> tuple[fx.Node, ...]:
+    """``forward + backward`` of the first layer of a class, which stands for all of them."""
+    first = next(layer for layer in graph.layers if layer.class_id == class_id)
+    return tuple(graph.node(name) for name in first.forward + first.backward)
+
+
+def class_refinement(graph: Graph, class_id: str) -> Refinement:
+    """Over ``class_nodes``. One serves every rank and every plan that is rewritten from the graph."""
+
+    def make() -> Refinement:
+        return refine(n for n in class_nodes(graph, class_id) if not is_integer(n))
+
+    return graph.once(f"refinement of layer class {class_id}", make)
+
+
+def legal_choices(graph: Graph, class_id: str, node: fx.Node, sizes: Sizes, degree: int) -> dict[str, Choice]:
+    """By name; ``node`` is one of ``class_nodes`` and makes tensors. On one rank there is only ``*``."""
+    found = {"*": _whole(node)}
+    if degree > 1:
+        legal = class_refinement(graph, class_id).choices(node, sizes, degree)
+        found |= {choice.name: choice for choice in legal if choice.name != "*"}
+    return found
 
 
 def _whole(node: fx.Node) -> Choice:

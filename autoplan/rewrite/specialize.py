@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import sympy
@@ -36,17 +35,12 @@ def specialize(state: State) -> State:
     return replace(state, joint=joint)
 
 
-@cache  # a graph asks for the same few expressions thousands of times, and sympy is slow
-def number(expr: sympy.Expr | int, sizes: Sizes) -> int:
-    return sizes.value(expr)
-
-
 def bind(argument: Any, sizes: Sizes, copies: dict[str, fx.Node]) -> Any:
     """``argument`` with size expressions evaluated and nodes replaced by their copies."""
     if isinstance(argument, fx.Node):
-        return number(argument.meta["expr"], sizes) if is_integer(argument) else copies[argument.name]
+        return sizes.value(argument.meta["expr"]) if is_integer(argument) else copies[argument.name]
     if isinstance(argument, sympy.Basic):
-        return number(argument, sizes)
+        return sizes.value(argument)
     if isinstance(argument, tuple | list):
         return type(argument)(bind(a, sizes, copies) for a in argument)
     if isinstance(argument, dict):

@@ -1,28 +1,26 @@
 """Every kind of plan computes what one process computes: losses, gradients, clip norm and parameters, float64, real
 ranks.
 
-For each model and tie one set of ranks runs every plan for five steps and compares, on rank 0, with the eager model
-trained beside it. Casts to float32 inside the models (norms, rotary tables, the loss) are promoted to float64 on both
+One set of ranks runs every plan of every model for five steps and compares with the eager model, trained before the
+ranks were forked. Casts to float32 inside the models (norms, rotary tables, the loss) are promoted to float64 on both
 sides; the untouched model is held to 1e-5. Labels are ignored unevenly, so that a mean of micro-batch means would fail.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from autoplan.capture import Graph, Sizes, capture
-from autoplan.capture.trace import Promote
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, LegalityError
 from autoplan.plans import Degrees, Fingerprint, Plan, Recompute, Schedule
@@ -32,9 +30,10 @@ from autoplan.runtime.params import ParamStore, module_source
 from autoplan.runtime.step import TrainStep
 from autoplan.search.fixed import fixed_plan
 from autoplan.search.strategies import StrategyTables
+from tests.one_process import Training, differences, relative, train
 
 RANKS, ROWS, TOKENS, VOCABULARY, STEPS = 4, 8, 16, 96, 5
-CLIP, RATE = 0.7, 1e-2
+CLIP, RATE = 0.5, 1e-2
 TOLERANCE, EAGER_TOLERANCE = 1e-9, 1e-5
 
 
@@ -51,11 +50,10 @@ class Case:
     cuts: Sequence[int] | None = None
     layers: int = 4
     fused: bool = False
-    rows: int = field(default=ROWS)
 
     @property
     def micro_batches(self) -> int:
-        return self.rows // (self.degrees.data * self.micro_batch)
+        return ROWS // (self.degrees.data * self.micro_batch)
 
 
 CASES: Mapping[str, Case] = {
@@ -92,7 +90,11 @@ CASES: Mapping[str, Case] = {
 MODELS = [("gpt2", True), ("gpt2", False), ("llama", True), ("llama", False)]
 
 
-def build_model(family: str, tied: bool, layers: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+def model_name(family: str, tied: bool) -> str:
+    return f"{family}-{'tied' if tied else 'untied'}"
+
+
+def build_model(family: str, tied: bool, layers: int) -> nn.Module:
     """The same weights on every call. Non-persistent float32 buffers (rotary frequencies) become float64 as well."""
     if family == "gpt2":
         config: Any = GPT2Config(
@@ -122,15 +124,14 @@ def build_model(family: str, tied: bool, layers: int, dtype: torch.dtype = torch
             eos_token_id=0,
         )
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     for name, param in model.named_parameters():
         if param.dim() == 1:  # norms start at 1 and biases at 0, which would hide mistakes
-            param.data.add_(0.1 * torch.randn(param.shape, dtype=dtype))
+            param.data.add_(0.1 * torch.randn(param.shape, dtype=torch.float64))
         assert not param.isnan().any(), name
-    if dtype == torch.float64:
-        for buffer in model.buffers():
-            if buffer.dtype == torch.float32:
-                buffer.data = buffer.data.double()
+    for buffer in model.buffers():
+        if buffer.dtype == torch.float32:
+            buffer.data = buffer.data.double()
     return model
 
 
@@ -143,22 +144,25 @@ def make_batch(step: int, rows: int = ROWS) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def make_plan(graph: Graph, case: Case, cluster: Cluster) -> tuple[Plan, StrategyTables]:
-    # On models this small communication costs more than it saves, so memory is priced high: everything is cut.
-    tables = StrategyTables.of(graph, cluster, "fp64", rates=(0.0, 1e4))
+def strategy_tables(graph: Graph) -> StrategyTables:
+    """On models this small communication costs more than it saves, so memory is priced high: everything is cut."""
+    return StrategyTables.of(graph, Cluster.local(devices=RANKS), "fp64", rates=(0.0, 1e4))
+
+
+def make_plan(tables: StrategyTables, case: Case) -> Plan:
+    graph, cluster = tables.graph, tables.cluster
     sizes = Sizes(batch=case.micro_batch, seq=TOKENS)
     fingerprint = Fingerprint(
         model=graph.structure,
         model_name="test",
-        global_batch=case.rows,
+        global_batch=ROWS,
         seq=TOKENS,
         cluster=cluster.fingerprint(),
         cluster_name=cluster.name,
     )
-    found = {c: tables.table(c, case.degrees.mesh, sizes) for c in dict.fromkeys(graph.depth)}
     plan = fixed_plan(
         graph,
-        found,
+        {c: tables.table(c, case.degrees.mesh, sizes) for c in dict.fromkeys(graph.depth)},
         cluster,
         fingerprint=fingerprint,
         degrees=case.degrees,
@@ -171,162 +175,111 @@ def make_plan(graph: Graph, case: Case, cluster: Cluster) -> tuple[Plan, Strateg
         schedule=case.schedule,
         precision="fp64",
     ).plan
-    if case.fused:
-        plan = msgspec.structs.replace(plan, fused_matmul=True)
-    return plan, tables
+    return msgspec.structs.replace(plan, fused_matmul=case.fused)
 
 
 def _per_layer(value: Any, layers: int) -> Any:
     return value if isinstance(value, (str, int)) else tuple(value)[: layers + 2]
 
 
-def build(plan: Plan, graph: Graph, model: nn.Module) -> TrainStep:
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=RATE)
+
+
+def train_one(family: str, tied: bool, layers: int, promote: bool = True) -> Training:
+    batches = [make_batch(i) for i in range(STEPS)]
+    return train(build_model(family, tied, layers), batches, optimizer=adamw, clip_norm=CLIP, promote=promote)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """One model of one depth, with all that does not depend on the rank."""
+
+    name: str
+    model: nn.Module
+    graph: Graph
+    one: Training
+    plans: Mapping[str, Plan]  # by the name of the case
+
+
+def prepare(family: str, tied: bool, layers: int) -> Ready:
+    model = build_model(family, tied, layers)
+    graph = capture(model, make_batch(0), promote=True)
+    tables = strategy_tables(graph)
+    plans = {name: make_plan(tables, case) for name, case in CASES.items() if case.layers == layers}
+    one = train_one(family, tied, layers)
+    assert min(one.norms) > CLIP, "nothing would be clipped"
+    return Ready(name=model_name(family, tied), model=model, graph=graph, one=one, plans=plans)
+
+
+def prepare_all() -> Iterator[Sequence[Ready]]:
+    """Each model in all depths. Capturing it and solving the tables takes longer than running a plan: once will do."""
+    depths = sorted({case.layers for case in CASES.values()})
+    for model in MODELS:
+        yield [prepare(*model, layers) for layers in depths]
+
+
+def run_plan(ready: Ready, plan: Plan) -> dict[str, float]:
+    """How far these ranks are from one process."""
     axes = build_axes(plan.degrees, torch.device("cpu"), 60.0)
     groups = {a: axes.group_names[a] for a in ("data", "tensor") if axes.degree(a) > 1}
-    program = rewrite(graph, plan, axes.coordinate, groups)
-    store = ParamStore(program, axes, module_source(model))
-    return TrainStep(program, store, plan, axes, graph.inputs, lambda p: torch.optim.AdamW(p, lr=RATE), max_norm=CLIP)
+    program = rewrite(ready.graph, plan, axes.coordinate, groups)
+    store = ParamStore(program, axes, module_source(ready.model))
+    step = TrainStep(program, store, plan, axes, ready.graph.inputs, adamw, max_norm=CLIP)
+    found = differences(step, ready.one)
+    with pytest.raises(BatchError, match=f"{ROWS - 1} rows; give {ROWS}"):
+        step(make_batch(0, rows=ROWS - 1))
+    axes.close()
+    return found
 
 
-def whole_gradients(step: TrainStep) -> dict[str, Tensor]:
-    """This stage's gradients as the optimizer saw them (clipped), whole, by name. A collective of the stage."""
-    return {
-        held.spec.name: step.store.full_tensor(held, master.grad.detach()).clone()
-        for held, master in step.store.trainable
-        if master.grad is not None
-    }
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    scale = float(expected.abs().max())
-    return float((actual - expected).abs().max()) / (scale if scale > 0 else 1.0)
-
-
-class Reference:
-    """The eager model on one process; what it did at each step is kept, so that all plans share one run."""
-
-    def __init__(self, family: str, tied: bool, layers: int, promote: bool) -> None:
-        model = build_model(family, tied, layers, torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.first_gradients: dict[str, Tensor] = {}
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss = self._loss(model, make_batch(i), promote)
-            loss.backward()
-            self.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-            if i == 0:
-                self.first_gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            optimizer.step()
-            self.losses.append(float(loss.detach()))
-        self.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-
-    @staticmethod
-    def _loss(model: nn.Module, batch: dict[str, Tensor], promote: bool) -> Tensor:
-        if not promote:
-            return model(**batch, use_cache=False).loss
-        with Promote():
-            return model(**batch, use_cache=False).loss
-
-
-def compare(plan: Plan, graph: Graph, model: nn.Module, reference: Reference) -> dict[str, float]:
-    """Worst relative differences of this rank's stage from the reference."""
-    step = build(plan, graph, model)
-    worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
-    seen: dict[str, Tensor] = {}
-    hook = step.optimizer.register_step_pre_hook(lambda *_: seen.update(whole_gradients(step)))
-    for i in range(STEPS):
-        loss = float(step(make_batch(i)))
-        if i == 0:
-            hook.remove()
-            assert seen, "no gradients were seen"
-            for name, gradient in seen.items():
-                worst["gradient"] = max(worst["gradient"], relative(gradient, reference.first_gradients[name]))
-        worst["loss"] = max(worst["loss"], abs(loss / reference.losses[i] - 1))
-        norm = step.last_grad_norm
-        assert norm is not None
-        worst["norm"] = max(worst["norm"], abs(norm / reference.norms[i] - 1))
-    for name, value in step.store.full_state_dict().items():
-        if name in reference.parameters:
-            worst["parameter"] = max(worst["parameter"], relative(value, reference.parameters[name]))
-    step.axes.close()
-    return worst
-
-
-def write_plans(folder: Path) -> None:
-    """Plan every case once, for the ranks to read: solving the tables takes longer than running the plans."""
-    cluster = Cluster.local(devices=RANKS)
-    plans: dict[str, Any] = {}
-    for family, tied in MODELS:
-        graphs: dict[int, Graph] = {}
-        for name, case in CASES.items():
-            if case.layers not in graphs:
-                graphs[case.layers] = capture(build_model(family, tied, case.layers), make_batch(0), promote=True)
-            plan, _ = make_plan(graphs[case.layers], case, cluster)
-            plans[f"{family} {tied} {name}"] = msgspec.to_builtins(plan)
-    (folder / "plans.json").write_text(json.dumps(plans))
-
-
-def run_all(rank: int, world: int, folder: str) -> None:
-    """Every model and case on these ranks; rank 0 writes the worst differences over all ranks."""
-    plans = json.loads(Path(folder, "plans.json").read_text())
-    results: dict[str, Any] = {}
-    for family, tied in MODELS:
-        graphs: dict[int, Graph] = {}
-        references: dict[int, Reference] = {}
-        found: dict[str, Any] = {}
-        for name, case in CASES.items():
-            if case.layers not in graphs:
-                model = build_model(family, tied, case.layers)
-                graphs[case.layers] = capture(model, make_batch(0), promote=True)
-                references[case.layers] = Reference(family, tied, case.layers, promote=True)
-            plan = msgspec.convert(plans[f"{family} {tied} {name}"], Plan)
-            model = build_model(family, tied, case.layers)
-            worst = compare(plan, graphs[case.layers], model, references[case.layers])
-            merged = torch.tensor([worst[k] for k in sorted(worst)], dtype=torch.float64)
-            dist.all_reduce(merged, dist.ReduceOp.MAX)
-            found[name] = dict(zip(sorted(worst), merged.tolist(), strict=True))
-        eager, promoted = Reference(family, tied, 4, promote=False), references[4]
-        differences = [abs(a / b - 1) for a, b in zip(eager.losses, promoted.losses, strict=True)]
-        differences += [relative(promoted.first_gradients[n], g) for n, g in eager.first_gradients.items()]
-        found["untouched eager model"] = {"loss and gradients": max(differences)}
-        results[f"{family} {tied}"] = found
+def run_model(rank: int, world: int, depths: Sequence[Ready], folder: str) -> None:
+    """Every case of one model on these ranks; rank 0 writes the largest differences."""
+    found = {name: run_plan(ready, plan) for ready in depths for name, plan in ready.plans.items()}
     if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-
-
-_RESULTS: dict[str, Any] = {}
+        Path(folder, f"{depths[0].name}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture
-def results(request: pytest.FixtureRequest, run_ranks: Callable[..., None], tmp_path: Path) -> dict[str, Any]:
-    """What every case of one model gave. All models run once, on one set of ranks: starting them costs most."""
-    family, tied = request.param
-    if not _RESULTS:
-        write_plans(tmp_path)
-        run_ranks(run_all, RANKS, str(tmp_path), timeout_s=60)
-        _RESULTS.update(json.loads((tmp_path / "results.json").read_text()))
-    return _RESULTS[f"{family} {tied}"]
+def found(
+    request: pytest.FixtureRequest, run_ranks: Callable[..., None], shared_path: Path
+) -> dict[str, dict[str, float]]:
+    """What each case of one model gave. All models run one after another when the first is asked for, once for all
+    workers: the turn that a test with processes takes covers its fixtures."""
+    folder = shared_path / "equivalence"
+    if not folder.exists():
+        folder.mkdir()
+        run_ranks(run_model, RANKS, str(folder), prepare=prepare_all)
+    file = folder / f"{model_name(*request.param)}.json"
+    assert file.exists(), "the ranks did not get so far: see the first test that failed"
+    differences: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return differences
 
 
 @pytest.mark.processes
+@pytest.mark.slow  # four models, fifteen plans each: what the package promises
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("results", MODELS, ids=[f"{f}-{'tied' if t else 'untied'}" for f, t in MODELS], indirect=True)
-def test_plans_equal_one_process(results: dict[str, Any]) -> None:
-    assert set(results) == {*CASES, "untouched eager model"}
-    untouched = results["untouched eager model"]["loss and gradients"]
-    assert untouched <= EAGER_TOLERANCE, f"promoting the casts changed the model by {untouched:.2e}"
-    wrong = {name: r for name, r in results.items() if name in CASES and not max(r.values()) <= TOLERANCE}
+@pytest.mark.parametrize("found", MODELS, ids=lambda model: model_name(*model), indirect=True)
+def test_plans_equal_one_process(found: dict[str, dict[str, float]]) -> None:
+    assert set(found) == set(CASES)
+    wrong = {name: worst for name, worst in found.items() if not max(worst.values()) <= TOLERANCE}
     assert not wrong, f"these plans differ from one process: {wrong}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model_name(*model))
+def test_promoting_casts_changes_nothing_else(model: tuple[str, bool]) -> None:
+    """What plans are held to is the untouched model, to the precision of the float32 that it casts to."""
+    promoted, untouched = (train_one(*model, layers=4, promote=promote) for promote in (True, False))
+    assert untouched.losses == pytest.approx(promoted.losses, rel=EAGER_TOLERANCE)
+    for name, gradient in untouched.first_gradients.items():
+        assert relative(promoted.first_gradients[name], gradient) <= EAGER_TOLERANCE, name
 
 
 def test_sharded_plans_really_shard() -> None:
     """Equality would hold trivially if nothing were cut: tensor plans must hold a part of every matrix."""
     graph = capture(build_model("llama", False, 2), make_batch(0), promote=True)
-    cluster = Cluster.local(devices=4)
-    plan, _ = make_plan(graph, Case(degrees=Degrees(tensor=4), micro_batch=4, kinds="tensor", layers=2), cluster)
-    block = plan.strategy(1)
+    case = Case(degrees=Degrees(tensor=4), micro_batch=4, kinds="tensor", layers=2)
+    block = make_plan(strategy_tables(graph), case).strategy(1)
     sharded = [
         p for p, info in zip(block.params, graph.layers[1].params, strict=True) if len(graph.param(info).shape) == 2
     ]
@@ -334,33 +287,21 @@ def test_sharded_plans_really_shard() -> None:
     assert all(p.startswith("S") for p in sharded), sharded
 
 
+@pytest.fixture(scope="module")
+def gpt2_tables() -> StrategyTables:
+    return strategy_tables(capture(build_model("gpt2", True, 4), make_batch(0), promote=True))
+
+
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.degrees.tensor > 1])
-def test_the_rewrite_moves_exactly_what_was_priced(name: str) -> None:
-    case = CASES[name]
-    graph = capture(build_model("gpt2", True, 4), make_batch(0), promote=True)
-    cluster = Cluster.local(devices=RANKS)
-    plan, tables = make_plan(graph, case, cluster)
-    sizes = Sizes(batch=case.micro_batch, seq=TOKENS)
+def test_the_rewrite_moves_exactly_what_was_priced(name: str, gpt2_tables: StrategyTables) -> None:
+    graph, plan = gpt2_tables.graph, make_plan(gpt2_tables, CASES[name])
+    sizes = Sizes(batch=plan.micro_batch, seq=TOKENS)
     programs = [
         rewrite(graph, plan, Coordinate(pipe=stage, data=0, tensor=0), {"data": "d", "tensor": "t"})
         for stage in range(plan.degrees.pipe)
     ]
-    priced = {s.key: tables.price(s, plan.degrees.mesh, sizes).redistributions for s in plan.strategies}
+    priced = {s.key: gpt2_tables.price(s, plan.degrees.mesh, sizes).redistributions for s in plan.strategies}
     assert any(priced.values())
     check_priced(programs, priced, graph, plan)
     with pytest.raises(LegalityError, match="not priced"):
         check_priced(programs, {}, graph, plan)
-
-
-def _unequal(rank: int, world: int) -> None:
-    graph = capture(build_model("gpt2", True, 2), make_batch(0), promote=True)
-    case = Case(degrees=Degrees(data=2, pipe=2), micro_batch=2, layers=2)
-    plan, _ = make_plan(graph, case, Cluster.local(devices=world))
-    step = build(plan, graph, build_model("gpt2", True, 2))
-    with pytest.raises(BatchError, match=r"7 rows; give 8"):
-        step(make_batch(0, rows=7))
-
-
-@pytest.mark.processes
-def test_a_batch_of_unequal_micro_batches_is_refused(run_ranks: Callable[..., None]) -> None:
-    run_ranks(_unequal, RANKS, timeout_s=60)
