@@ -2,7 +2,8 @@
 
     time_us = launch + max(flops / (peak * matmul efficiency), bytes / (memory bandwidth * memory efficiency))
 
-and where the rate of that very op was measured (``Device.op_rates``, ``Device.op_gflops``)
+and where the rate and the launch cost of that very op were measured (``Device.op_rates``, ``op_gflops``,
+``op_launches_us``)
 
     time_us = launch + bytes / rate                                                         memory-bound
     time_us = launch + max(flops / rate, bytes / (memory bandwidth * memory efficiency))    attention, convolution
@@ -71,18 +72,19 @@ def op_time_us(
     """
     if kind not in KINDS:
         raise ClusterError(f"no operation kind is called {kind!r}; {nearest(kind, KINDS)}")
+    launch_us = device.op_launch_us(op, precision)
     peak = device.flops_per_us(precision)  # refuses a precision that the device lacks, whatever the kind
     if kind == "matmul":
-        gflops = device.op_rate_gflops(op)
+        gflops = device.op_rate_gflops(op, precision)
         own = None if gflops is None else flops / (gflops * 1e3)
         arithmetic_us = inflate(flops, device.matmul_table(precision)) / peak if own is None else own
     else:
-        gbps = device.op_rate_gbps(op)
+        gbps = device.op_rate_gbps(op, precision)
         if gbps is not None:
-            return device.kernel_launch_us + bytes_moved / (gbps * 1e3)
+            return launch_us + bytes_moved / (gbps * 1e3)
         arithmetic_us = flops / device.flops_per_us(vector_precision(device, precision))
     memory_us = inflate(bytes_moved, device.memory_efficiency) / (device.memory_bandwidth_gbps * 1e3)
-    return device.kernel_launch_us + _maximum(arithmetic_us, memory_us)
+    return launch_us + _maximum(arithmetic_us, memory_us)
 
 
 def _maximum(left: Any, right: Any) -> Any:

@@ -12,14 +12,16 @@ section carries the ``source`` and ``date`` of its figures:
                          [matmul_efficiency.fp32] steps
     [memory_efficiency]  steps: [bytes moved by one operation, fraction of memory bandwidth reached]
 
-Three more are for what has been measured, and may be left out, as may their source and date:
+Four more are for what has been measured, and may be left out, as may their source and date:
 
     [op_rates]           bytes moved per second by one op, 1e9 bytes/s; an op that is not named follows the memory table
     [op_gflops]          FLOPs per second of one op, 1e9 FLOP/s; an op that is not named follows the matmul table
+    [op_launch]          microseconds that one op costs before it moves a byte, where that is not launch.kernel_us
     [overlap]            comm_slowdown: while communication is in flight, computing takes 1 + comm_slowdown as long
 
 An op is named as in ATen without overload (``gelu_backward``, ``_softmax``), any other with its namespace
-(``"autoplan::attention"``); ``adamw`` is one optimizer step.
+(``"autoplan::attention"``); ``adamw`` is the optimizer's work on one tensor. A name may end in a precision
+(``"bmm.bf16"``) and then holds for that one alone.
 """
 
 from collections.abc import Mapping
@@ -152,6 +154,7 @@ class Device:
     matmul_efficiency_of: tuple[tuple[str, EfficiencyTable], ...] = ()  # precisions that have a table of their own
     op_rates: tuple[tuple[str, float], ...] = ()
     op_gflops: tuple[tuple[str, float], ...] = ()
+    op_launches_us: tuple[tuple[str, float], ...] = ()
     comm_slowdown: float = 0.0
     reserved_bytes: int = 0
 
@@ -178,6 +181,8 @@ class Device:
         for table, rows in (("op_rates", self.op_rates), ("op_gflops", self.op_gflops)):
             for op, rate in rows:
                 check_number(owner, f"{table}.{op}", rate, above=0)
+        for op, launch_us in self.op_launches_us:
+            check_number(owner, f"op_launch.{op}", launch_us, at_least=0)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -195,13 +200,18 @@ class Device:
         """The fraction of the peak of ``precision`` that its matmuls reach."""
         return dict(self.matmul_efficiency_of).get(precision, self.matmul_efficiency)
 
-    def op_rate_gbps(self, op: str | None) -> float | None:
+    def op_rate_gbps(self, op: str | None, precision: str) -> float | None:
         """Bytes that ``op`` moves, 1e9 per second; None where it was not measured."""
-        return dict(self.op_rates).get(op) if op else None
+        return _of_op(self.op_rates, op, precision)
 
-    def op_rate_gflops(self, op: str | None) -> float | None:
+    def op_rate_gflops(self, op: str | None, precision: str) -> float | None:
         """FLOPs of ``op``, 1e9 per second; None where it was not measured."""
-        return dict(self.op_gflops).get(op) if op else None
+        return _of_op(self.op_gflops, op, precision)
+
+    def op_launch_us(self, op: str | None, precision: str) -> float:
+        """What ``op`` costs before it does anything: its own figure, or that of any kernel."""
+        own = _of_op(self.op_launches_us, op, precision)
+        return self.kernel_launch_us if own is None else own
 
     def to_dict(self) -> dict[str, Any]:
         """The sections of the module docstring, JSON-safe."""
@@ -222,6 +232,7 @@ class Device:
         measured: dict[str, dict[str, Any]] = {
             "op_rates": dict(self.op_rates),
             "op_gflops": dict(self.op_gflops),
+            "op_launch": dict(self.op_launches_us),
             "overlap": {"comm_slowdown": self.comm_slowdown} if self.comm_slowdown or "overlap" in notes else {},
         }
         sections |= {section: values for section, values in measured.items() if values}
@@ -258,7 +269,7 @@ class Device:
         own = tuple((name, matmul.table(name)) for name in PRECISIONS if matmul.has(name))
         tables += [table for _, table in own]
         rates, gflops = section("op_rates", measured=True), section("op_gflops", measured=True)
-        overlap = section("overlap", measured=True)
+        launches, overlap = section("op_launch", measured=True), section("overlap", measured=True)
         if not peak_tflops:
             reader.fail("peak_tflops", f"needs at least one of {', '.join(PRECISIONS)}")
         if (backend := reader.text("backend")) not in BACKENDS:
@@ -283,8 +294,9 @@ class Device:
             memory_efficiency=_steps(moved),
             figures=tuple(figures),
             matmul_efficiency_of=tuple((name, _steps(table)) for name, table in own),
-            op_rates=_ops(rates),
-            op_gflops=_ops(gflops),
+            op_rates=_ops(rates, above=0),
+            op_gflops=_ops(gflops, above=0),
+            op_launches_us=_ops(launches, at_least=0),
             comm_slowdown=overlap.number("comm_slowdown", at_least=0) if overlap.has("comm_slowdown") else 0.0,
             reserved_bytes=memory.whole("reserved_bytes", at_least=0) if memory.has("reserved_bytes") else 0,
         )
@@ -297,10 +309,17 @@ def _rows(table: EfficiencyTable) -> dict[str, Any]:
     return {"steps": [list(step) for step in table.steps]}
 
 
-def _ops(reader: FieldReader) -> tuple[tuple[str, float], ...]:
-    """Every field is the rate of an op, but for where the rates are from."""
+def _of_op(rows: tuple[tuple[str, float], ...], op: str | None, precision: str) -> float | None:
+    if not op or not rows:
+        return None
+    table = dict(rows)
+    return table.get(f"{op}.{precision}", table.get(op))
+
+
+def _ops(reader: FieldReader, **bound: float) -> tuple[tuple[str, float], ...]:
+    """Every field is the figure of an op, but for where the figures are from."""
     names = [name for name in reader.names() if name not in ("source", "date")]
-    return tuple((name, reader.number(name, above=0)) for name in names)
+    return tuple((name, reader.number(name, **bound)) for name in names)
 
 
 def _steps(reader: FieldReader) -> EfficiencyTable:

@@ -335,7 +335,8 @@ Job = tuple[NodePrice, Sequence[Placement], Sequence[Placement], bool]
 def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -> npt.NDArray[np.float64]:
     """``node_time_us`` of many (price, operand placements, result placements, sharded) at once."""
     times = np.zeros(len(jobs))
-    measured = {op for op, _ in (*device.op_rates, *device.op_gflops)}
+    rows = (*device.op_rates, *device.op_gflops, *device.op_launches_us)
+    measured = {name.partition(".")[0] for name, _ in rows}
     groups: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
     for index, (price, operands, results, sharded) in enumerate(jobs):
         if price.kind == "free":
@@ -345,8 +346,8 @@ def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -
         rate = price.precision if price.precision in device.precisions else precision
         op = price.op if price.op in measured else ""
         groups.setdefault((price.kind, rate or precision, op), []).append((index, flops, moved))
-    for (kind, rate, op), rows in groups.items():
-        where, flops_at, bytes_at = zip(*rows, strict=True)
+    for (kind, rate, op), members in groups.items():
+        where, flops_at, bytes_at = zip(*members, strict=True)
         times[list(where)] = op_time_us(np.asarray(flops_at), np.asarray(bytes_at), rate, device, kind, op)
     return times
 

@@ -154,14 +154,15 @@ def calibrated():
     cluster = Cluster.parse("2x2xcpu")
     figures = tuple(
         Figure(section=section, source="measured", date="2026-12-01")
-        for section in ("op_rates", "op_gflops", "overlap")
+        for section in ("op_rates", "op_gflops", "op_launch", "overlap")
     )
     found = replace(
         cluster.device,
         name="cpu-calibrated",
         aliases=(),
         op_rates=(("_softmax", 1.25), ("adamw", 3.5)),
-        op_gflops=(("autoplan::attention", 21.0),),
+        op_gflops=(("autoplan::attention", 21.0), ("bmm.fp32", 33.0)),
+        op_launches_us=(("autoplan::attention", 40.0),),
         comm_slowdown=0.3,
         reserved_bytes=180_000_000,
         matmul_efficiency_of=(("fp32", EfficiencyTable(steps=((1e5, 0.2), (1e8, 0.9)))),),
@@ -189,6 +190,7 @@ def test_measured_constants_round_trip(tmp_path):
     [
         {"op_rates": (("_softmax", 1.5),)},
         {"op_gflops": ()},
+        {"op_launches_us": (("autoplan::attention", 41.0),)},
         {"comm_slowdown": 0.0},
         {"reserved_bytes": 0},
         {"matmul_efficiency_of": ()},
@@ -237,8 +239,8 @@ gbps = 0.1
 def test_a_cluster_file_may_give_measured_constants_alone(tmp_path):
     cluster = Cluster.from_toml(write(tmp_path, MEASURED))
     shipped = device("cpu")
-    assert cluster.device.op_rate_gbps("gelu") == 1.5
-    assert cluster.device.op_rate_gbps("gelu_backward") is None
+    assert cluster.device.op_rate_gbps("gelu", "fp32") == 1.5
+    assert cluster.device.op_rate_gbps("gelu_backward", "fp32") is None
     assert (cluster.device.comm_slowdown, cluster.device.reserved_bytes) == (0.25, 200_000_000)
     assert cluster.device.memory_bandwidth_gbps == shipped.memory_bandwidth_gbps
     assert cluster.device.matmul_table("fp32").steps == ((1e6, 0.5),)

@@ -79,7 +79,12 @@ def test_time_grows_with_work_and_bytes_and_beats_no_peak(chip, flops, moved, mo
     st.sampled_from([None, "gelu", "autoplan::attention", "unmeasured"]),
 )
 def test_vectorised_and_symbolic(chip, work, kind, op):
-    chip = replace(chip, op_rates=(("gelu", 3.0),), op_gflops=(("autoplan::attention", 70.0),))
+    chip = replace(
+        chip,
+        op_rates=(("gelu", 3.0),),
+        op_gflops=(("autoplan::attention", 70.0),),
+        op_launches_us=(("gelu", 50.0), ("autoplan::attention", 90.0)),
+    )
     precision = chip.precisions[-1]
     numbers = [op_time_us(flops, moved, precision, chip, kind, op) for flops, moved in work]
     columns = np.array(work).T
@@ -118,6 +123,18 @@ def test_a_measured_op_runs_at_its_own_rate():
     assert op_time_us(1e3, 30e6, "fp32", chip, "matmul", "autoplan::attention") > 1000
     for kind in ("memory", "matmul"):
         assert op_time_us(1e6, 4e6, "fp32", chip, kind, "gelu") == op_time_us(1e6, 4e6, "fp32", plain, kind)
+
+
+def test_an_op_may_have_its_own_launch_cost_and_figures_for_one_precision():
+    chip = replace(
+        device("cpu"),
+        op_rates=(("_softmax", 2.0), ("_softmax.bf16", 1.0)),
+        op_launches_us=(("_softmax", 30.0), ("bmm.fp32", 80.0)),
+    )
+    assert op_time_us(0, 4e6, "fp32", chip, "memory", "_softmax") == pytest.approx(30 + 2000)
+    assert op_time_us(0, 4e6, "bf16", chip, "memory", "_softmax") == pytest.approx(30 + 4000)
+    assert op_time_us(0, 0, "fp32", chip, "matmul", "bmm") == 80
+    assert op_time_us(0, 0, "bf16", chip, "matmul", "bmm") == chip.kernel_launch_us
 
 
 def test_a_precision_may_have_its_own_matmul_table():
