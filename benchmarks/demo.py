@@ -13,13 +13,13 @@ import argparse
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoplan import api
 from autoplan.cost_models.cluster import Cluster
@@ -72,28 +72,37 @@ def text(seed: int) -> ByteText:
     return ByteText.read(files, seed=seed)
 
 
+def batches(run: Run) -> Iterator[dict[str, Tensor]]:
+    """The global batch of each step."""
+    data = text(run.seed)
+    return (data.batch(index, ROWS, SEQ) for index in range(run.steps))
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LEARNING_RATE)
+
+
 def train_by_plan(session: Session, plan_json: str, cluster: dict[str, Any], run: Run) -> list[float]:
     """One rank."""
     torch.set_num_threads(1)
     step = api.compile(
         build(run.seed),
         Cluster.from_dict(cluster),
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
+        optimizer=adamw,
         plan=PlanDocument.from_json(plan_json),
         clip_norm=CLIP_NORM,
     )
-    data = text(run.seed)
-    return [float(step(data.batch(index, ROWS, SEQ))) for index in range(run.steps)]
+    return [float(step(batch)) for batch in batches(run)]
 
 
 def train_plainly(run: Run) -> list[float]:
     """The same training as anybody would write it for one process."""
     torch.set_num_threads(1)  # as each rank has
-    model, data = build(run.seed), text(run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model = build(run.seed)
+    optimizer = adamw(model.parameters())
     losses = []
-    for index in range(run.steps):
-        loss = model(**data.batch(index, ROWS, SEQ)).loss
+    for batch in batches(run):
+        loss = model(**batch).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
