@@ -33,7 +33,7 @@ from autoplan.search.strategies import StrategyTables
 from tests.one_process import Training, differences, relative, train
 
 RANKS, ROWS, TOKENS, VOCABULARY, STEPS = 4, 8, 16, 96, 5
-CLIP, RATE = 0.5, 1e-2
+CLIP, RATE = 0.3, 1e-2
 TOLERANCE, EAGER_TOLERANCE = 1e-9, 1e-5
 
 
