@@ -23,7 +23,7 @@ class PeerFigures:
 
     name: str
     best: Run | None  # None: no setting ran
-    ratio: float | None  # the peer's time ÷ the pick's: above 1, the pick is faster
+    ratio: float | None  # the pick's time ÷ the peer's: below 1, the pick is faster
     why_not: str = ""
 
 
@@ -115,7 +115,7 @@ def _peers(runs: Sequence[Run], pick: Run | None) -> Iterable[PeerFigures]:
     for name in dict.fromkeys(run.name for run in runs):
         own = [run for run in runs if run.name == name]
         best = min((run for run in own if run.ok), key=lambda run: run.step_us, default=None)
-        ratio = best.step_us / pick.step_us if best and pick else None
+        ratio = pick.step_us / best.step_us if best and pick else None
         why_not = "; ".join(dict.fromkeys(f"{run.what}: {run.said}" if run.what else run.said for run in own))
         yield PeerFigures(name=name, best=best, ratio=ratio, why_not="" if best else why_not)
 

@@ -118,6 +118,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     cluster: dict[str, Any]  # Cluster.to_dict(), as calibrated
+    asked_inter_gbps: float  # the share of a host's link that one rank has, as the shape's file says
     core_fraction: float | None
     calibration_s: float
     models: tuple[Model, ...]

@@ -46,22 +46,27 @@ def train(seat: Seat, job: Job) -> dict[str, Any]:
     """A rank's life; returns ``losses``, ``times_us`` (none where the losses are wrong), and bytes of memory."""
     warnings.simplefilter("ignore")  # of deprecations in peers, on every rank
     with Group(seat, job.timeout_s):
-        inherited = live_storages()
-        start_bytes = seat.peak_memory_bytes()
-        step = job.build()
-        losses = [float(step(job.batches[index])) for index in range(len(job.expected))]
-        if not agree(losses, job.expected):
-            return {"losses": losses, "times_us": [], "start_bytes": start_bytes}
-        seat.ready()
-        life_bytes = seat.peak_memory_bytes()
-        seat.reset_peak()
-        times_us = timed(step, job)
-        result: dict[str, Any] = {"losses": losses, "times_us": times_us, "start_bytes": start_bytes}
-        result |= {"peak_bytes": seat.peak_memory_bytes(), "build_bytes": life_bytes}
-        seat.report({"measured": result})
-        if job.count_tensors and roomy(seat, job.limit_bytes):
-            result["tensor_bytes"] = peak_tensor_bytes(lambda: step(job.batches[0]), inherited)
-        return result
+        return _train(seat, job)
+
+
+def _train(seat: Seat, job: Job) -> dict[str, Any]:
+    """A function of its own, so that what the step is made of goes before the process group does."""
+    inherited = live_storages()
+    start_bytes = seat.peak_memory_bytes()
+    step = job.build()
+    losses = [float(step(job.batches[index])) for index in range(len(job.expected))]
+    if not agree(losses, job.expected):
+        return {"losses": losses, "times_us": [], "start_bytes": start_bytes}
+    seat.ready()
+    build_bytes = seat.peak_memory_bytes()
+    seat.reset_peak()
+    times_us = timed(step, job)
+    result: dict[str, Any] = {"losses": losses, "times_us": times_us, "start_bytes": start_bytes}
+    result |= {"peak_bytes": seat.peak_memory_bytes(), "build_bytes": build_bytes}
+    seat.report({"measured": result})
+    if job.count_tensors and roomy(seat, job.limit_bytes):
+        result["tensor_bytes"] = peak_tensor_bytes(lambda: step(job.batches[0]), inherited)
+    return result
 
 
 class Group:
