@@ -18,36 +18,12 @@ from typing import Any
 import numpy as np
 import sympy
 
-from autoplan.cost_models.device import Device, EfficiencyTable
+from autoplan.cost_models.device import Device
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import nearest
+from autoplan.cost_models.steps import EfficiencyTable, inflate
 
 KINDS = ("matmul", "memory")
-
-
-def inflate(size: Any, table: EfficiencyTable) -> Any:
-    """``size / efficiency(size)``: the size that would take as long at full rate.
-
-    Linear between the table's sizes, proportional below the first and above the last; monotone and continuous. ``size``
-    may be a number, a numpy array or a sympy expression (which gives a Piecewise).
-    """
-    sizes = [size_at for size_at, _ in table.steps]
-    values = [size_at / fraction for size_at, fraction in table.steps]
-    first, last = table.steps[0][1], table.steps[-1][1]
-    if isinstance(size, sympy.Basic):
-        pieces: list[tuple[Any, Any]] = [(size / first, size <= sizes[0])]
-        for index in range(1, len(sizes)):
-            slope = (values[index] - values[index - 1]) / (sizes[index] - sizes[index - 1])
-            pieces.append((values[index - 1] + slope * (size - sizes[index - 1]), size <= sizes[index]))
-        return sympy.Piecewise(*pieces, (size / last, True))
-    if isinstance(size, np.ndarray):
-        inside = np.interp(size, sizes, values)
-        return np.where(size <= sizes[0], size / first, np.where(size >= sizes[-1], size / last, inside))
-    if size <= sizes[0]:
-        return size / first
-    if size >= sizes[-1]:
-        return size / last
-    return float(np.interp(float(size), sizes, values))
 
 
 def efficiency(size: Any, table: EfficiencyTable) -> Any:
@@ -75,13 +51,13 @@ def op_time_us(
     launch_us = device.op_launch_us(op, precision)
     peak = device.flops_per_us(precision)  # refuses a precision that the device lacks, whatever the kind
     if kind == "matmul":
-        gflops = device.op_rate_gflops(op, precision)
-        own = None if gflops is None else flops / (gflops * 1e3)
+        gflops = device.op_gflops_table(op, precision)
+        own = None if gflops is None else inflate(flops, gflops) * 1e-3
         arithmetic_us = inflate(flops, device.matmul_table(precision)) / peak if own is None else own
     else:
-        gbps = device.op_rate_gbps(op, precision)
+        gbps = device.op_rate_table(op, precision)
         if gbps is not None:
-            return launch_us + bytes_moved / (gbps * 1e3)
+            return launch_us + inflate(bytes_moved, gbps) * 1e-3
         arithmetic_us = flops / device.flops_per_us(vector_precision(device, precision))
     memory_us = inflate(bytes_moved, device.memory_efficiency) / (device.memory_bandwidth_gbps * 1e3)
     return launch_us + _maximum(arithmetic_us, memory_us)

@@ -14,8 +14,10 @@ section carries the ``source`` and ``date`` of its figures:
 
 Four more are for what has been measured, and may be left out, as may their source and date:
 
-    [op_rates]           bytes moved per second by one op, 1e9 bytes/s; an op that is not named follows the memory table
-    [op_gflops]          FLOPs per second of one op, 1e9 FLOP/s; an op that is not named follows the matmul table
+    [op_rates]           bytes moved per second by one op, 1e9 bytes/s: a number, or steps [bytes moved, rate]; an op
+                         that is not named follows the memory table
+    [op_gflops]          FLOPs per second of one op, 1e9 FLOP/s: a number, or steps [FLOPs, rate]; an op that is not
+                         named follows the matmul table
     [op_launch]          microseconds that one op costs before it moves a byte, where that is not launch.kernel_us
     [overlap]            comm_slowdown: while communication is in flight, computing takes 1 + comm_slowdown as long
 
@@ -26,11 +28,13 @@ An op is named as in ATen without overload (``gelu_backward``, ``_softmax``), an
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import FieldReader, check_count, check_number, check_whole, nearest
+from autoplan.cost_models.steps import EfficiencyTable, RateTable
 
+T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
 
@@ -97,33 +101,6 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EfficiencyTable:
-    """Fraction of a peak rate reached at given operation sizes.
-
-    The table fixes the time at each listed size; between two sizes *time* is linear, below the first size and above the
-    last the nearest fraction holds. A staircase in the fraction would make a larger operation cheaper just past a step;
-    this form is monotone and continuous as long as size/fraction grows, which is checked here.
-    """
-
-    steps: tuple[tuple[float, float], ...]
-
-    def __post_init__(self) -> None:
-        if not self.steps:
-            raise ClusterError("EfficiencyTable: give at least one [size, fraction] step")
-        for size, fraction in self.steps:
-            check_number("EfficiencyTable", "size", size, above=0)
-            check_number("EfficiencyTable", "fraction", fraction, above=0)
-            if fraction > 1:
-                raise ClusterError(f"EfficiencyTable: fraction at size {size:g} must be at most 1, not {fraction!r}")
-        for (size, fraction), (next_size, next_fraction) in zip(self.steps, self.steps[1:], strict=False):
-            if next_size <= size or next_size / next_fraction <= size / fraction:
-                raise ClusterError(
-                    f"EfficiencyTable: list sizes in growing order, with size/fraction growing too; "
-                    f"[{next_size:g}, {next_fraction:g}] after [{size:g}, {fraction:g}] does not"
-                )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
     """Where the figures of one section came from."""
 
@@ -152,8 +129,8 @@ class Device:
     memory_efficiency: EfficiencyTable
     figures: tuple[Figure, ...]
     matmul_efficiency_of: tuple[tuple[str, EfficiencyTable], ...] = ()  # precisions that have a table of their own
-    op_rates: tuple[tuple[str, float], ...] = ()
-    op_gflops: tuple[tuple[str, float], ...] = ()
+    op_rates: tuple[tuple[str, RateTable], ...] = ()
+    op_gflops: tuple[tuple[str, RateTable], ...] = ()
     op_launches_us: tuple[tuple[str, float], ...] = ()
     comm_slowdown: float = 0.0
     reserved_bytes: int = 0
@@ -178,9 +155,6 @@ class Device:
         for precision, _ in self.matmul_efficiency_of:
             if precision not in PRECISIONS:
                 raise ClusterError(f"{owner}: precision {precision!r} is unknown; {nearest(precision, PRECISIONS)}")
-        for table, rows in (("op_rates", self.op_rates), ("op_gflops", self.op_gflops)):
-            for op, rate in rows:
-                check_number(owner, f"{table}.{op}", rate, above=0)
         for op, launch_us in self.op_launches_us:
             check_number(owner, f"op_launch.{op}", launch_us, at_least=0)
 
@@ -200,12 +174,12 @@ class Device:
         """The fraction of the peak of ``precision`` that its matmuls reach."""
         return dict(self.matmul_efficiency_of).get(precision, self.matmul_efficiency)
 
-    def op_rate_gbps(self, op: str | None, precision: str) -> float | None:
-        """Bytes that ``op`` moves, 1e9 per second; None where it was not measured."""
+    def op_rate_table(self, op: str | None, precision: str) -> RateTable | None:
+        """1e9 bytes per second of ``op``, by the bytes it moves; None where it was not measured."""
         return _of_op(self.op_rates, op, precision)
 
-    def op_rate_gflops(self, op: str | None, precision: str) -> float | None:
-        """FLOPs of ``op``, 1e9 per second; None where it was not measured."""
+    def op_gflops_table(self, op: str | None, precision: str) -> RateTable | None:
+        """1e9 FLOPs per second of ``op``, by its FLOPs; None where it was not measured."""
         return _of_op(self.op_gflops, op, precision)
 
     def op_launch_us(self, op: str | None, precision: str) -> float:
@@ -230,8 +204,8 @@ class Device:
             "memory_efficiency": _rows(self.memory_efficiency),
         }
         measured: dict[str, dict[str, Any]] = {
-            "op_rates": dict(self.op_rates),
-            "op_gflops": dict(self.op_gflops),
+            "op_rates": _plain(self.op_rates),
+            "op_gflops": _plain(self.op_gflops),
             "op_launch": dict(self.op_launches_us),
             "overlap": {"comm_slowdown": self.comm_slowdown} if self.comm_slowdown or "overlap" in notes else {},
         }
@@ -294,9 +268,9 @@ class Device:
             memory_efficiency=_steps(moved),
             figures=tuple(figures),
             matmul_efficiency_of=tuple((name, _steps(table)) for name, table in own),
-            op_rates=_ops(rates, above=0),
-            op_gflops=_ops(gflops, above=0),
-            op_launches_us=_ops(launches, at_least=0),
+            op_rates=tuple((op, _rate(rates, op)) for op in _ops(rates)),
+            op_gflops=tuple((op, _rate(gflops, op)) for op in _ops(gflops)),
+            op_launches_us=tuple((op, launches.number(op, at_least=0)) for op in _ops(launches)),
             comm_slowdown=overlap.number("comm_slowdown", at_least=0) if overlap.has("comm_slowdown") else 0.0,
             reserved_bytes=memory.whole("reserved_bytes", at_least=0) if memory.has("reserved_bytes") else 0,
         )
@@ -305,28 +279,45 @@ class Device:
         return device
 
 
-def _rows(table: EfficiencyTable) -> dict[str, Any]:
+def _rows(table: RateTable) -> dict[str, Any]:
     return {"steps": [list(step) for step in table.steps]}
 
 
-def _of_op(rows: tuple[tuple[str, float], ...], op: str | None, precision: str) -> float | None:
+def _plain(tables: tuple[tuple[str, RateTable], ...]) -> dict[str, Any]:
+    """A number where one rate holds at every size, else steps."""
+    return {op: t.steps[0][1] if t == RateTable.constant(t.steps[0][1]) else _rows(t)["steps"] for op, t in tables}
+
+
+def _of_op(rows: tuple[tuple[str, T], ...], op: str | None, precision: str) -> T | None:
     if not op or not rows:
         return None
     table = dict(rows)
     return table.get(f"{op}.{precision}", table.get(op))
 
 
-def _ops(reader: FieldReader, **bound: float) -> tuple[tuple[str, float], ...]:
-    """Every field is the figure of an op, but for where the figures are from."""
-    names = [name for name in reader.names() if name not in ("source", "date")]
-    return tuple((name, reader.number(name, **bound)) for name in names)
+def _ops(reader: FieldReader) -> list[str]:
+    """Every field is an op, but for where the figures are from."""
+    return [name for name in reader.names() if name not in ("source", "date")]
+
+
+def _rate(reader: FieldReader, op: str) -> RateTable:
+    if isinstance(reader.raw(op), list):
+        return RateTable(steps=_pairs(reader, op, RateTable))
+    return RateTable.constant(reader.number(op, above=0))
 
 
 def _steps(reader: FieldReader) -> EfficiencyTable:
-    rows = reader.raw("steps")
+    return EfficiencyTable(steps=_pairs(reader, "steps", EfficiencyTable))
+
+
+def _pairs(reader: FieldReader, name: str, table: type[RateTable]) -> tuple[tuple[float, float], ...]:
+    """The steps of a table that accepts them."""
+    rows = reader.raw(name)
     if not isinstance(rows, list) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
-        reader.fail("steps", f"must be a list of [size, fraction] pairs, not {rows!r}")
+        reader.fail(name, f"must be a list of [size, {table.rate_name}] pairs, not {rows!r}")
+    pairs = tuple((row[0], row[1]) for row in rows)
     try:
-        return EfficiencyTable(steps=tuple((row[0], row[1]) for row in rows))
+        table(steps=pairs)
     except ClusterError as error:
-        reader.fail("steps", f"is refused: {error}")
+        reader.fail(name, f"is refused: {error}")
+    return pairs

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from autoplan.cost_models.catalogue import device, device_names
 from autoplan.cost_models.cluster import Cluster, Link
 from autoplan.cost_models.collective_fit import CollectiveFit
-from autoplan.cost_models.device import EfficiencyTable, Figure
+from autoplan.cost_models.device import Figure
 from autoplan.cost_models.errors import ClusterError
+from autoplan.cost_models.steps import EfficiencyTable, RateTable
 
 FULL = """\
 nodes = 4
@@ -160,8 +161,8 @@ def calibrated():
         cluster.device,
         name="cpu-calibrated",
         aliases=(),
-        op_rates=(("_softmax", 1.25), ("adamw", 3.5)),
-        op_gflops=(("autoplan::attention", 21.0), ("bmm.fp32", 33.0)),
+        op_rates=(("_softmax", RateTable.constant(1.25)), ("adamw", RateTable(steps=((1e4, 1.0), (1e6, 3.5))))),
+        op_gflops=(("autoplan::attention", RateTable.constant(21.0)), ("bmm.fp32", RateTable.constant(33.0))),
         op_launches_us=(("autoplan::attention", 40.0),),
         comm_slowdown=0.3,
         reserved_bytes=180_000_000,
@@ -183,12 +184,13 @@ def test_measured_constants_round_trip(tmp_path):
     assert Cluster.from_toml(write(tmp_path, cluster.to_toml())) == cluster
     assert "[[collectives]]" in cluster.to_toml()
     assert '"autoplan::attention" = 21.0' in cluster.to_toml()
+    assert "adamw = [[10000.0, 1.0], [1000000.0, 3.5]]" in cluster.to_toml()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"op_rates": (("_softmax", 1.5),)},
+        {"op_rates": (("_softmax", RateTable.constant(1.5)),)},
         {"op_gflops": ()},
         {"op_launches_us": (("autoplan::attention", 41.0),)},
         {"comm_slowdown": 0.0},
@@ -239,8 +241,8 @@ gbps = 0.1
 def test_a_cluster_file_may_give_measured_constants_alone(tmp_path):
     cluster = Cluster.from_toml(write(tmp_path, MEASURED))
     shipped = device("cpu")
-    assert cluster.device.op_rate_gbps("gelu", "fp32") == 1.5
-    assert cluster.device.op_rate_gbps("gelu_backward", "fp32") is None
+    assert cluster.device.op_rate_table("gelu", "fp32") == RateTable.constant(1.5)
+    assert cluster.device.op_rate_table("gelu_backward", "fp32") is None
     assert (cluster.device.comm_slowdown, cluster.device.reserved_bytes) == (0.25, 200_000_000)
     assert cluster.device.memory_bandwidth_gbps == shipped.memory_bandwidth_gbps
     assert cluster.device.matmul_table("fp32").steps == ((1e6, 0.5),)
@@ -253,6 +255,8 @@ def test_a_cluster_file_may_give_measured_constants_alone(tmp_path):
     ("old", "new", "message"),
     [
         ("gelu = 1.5", "gelu = 0", r"mine\.toml:7: field `device\.op_rates\.gelu` must be greater than 0"),
+        ("= 1.5", "= [[1e6, 2.0], [1e5, 3.0]]", r"mine\.toml:7: field `device\.op_rates\.gelu` is refused: .*growing"),
+        ("= 1.5", "= [1.5]", r"mine\.toml:7: field `device\.op_rates\.gelu` must be a list of \[size, rate\] pairs"),
         ("= 0.25", "= -1", r"mine\.toml:11: field `device\.overlap\.comm_slowdown` must be at least 0"),
         ("200_000_000", "1.5", r"mine\.toml:5: field `device\.memory\.reserved_bytes` must be a whole number"),
         ("efficiency.fp32", "efficiency.fp23", r"`device\.matmul_efficiency\.fp23` is unknown; did you mean 'fp32'"),

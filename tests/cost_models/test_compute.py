@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.cost_models.catalogue import device, device_names
-from autoplan.cost_models.compute import efficiency, inflate, op_time_us
-from autoplan.cost_models.device import EfficiencyTable
+from autoplan.cost_models.compute import efficiency, op_time_us
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.flops import matmul
+from autoplan.cost_models.steps import EfficiencyTable, RateTable, inflate
 
 devices = st.sampled_from(device_names()).map(device)
 sizes = st.floats(0, 1e16)
@@ -54,6 +54,15 @@ def test_arrays_and_expressions_agree_with_numbers(table, values):
     assert [float(expression.subs(symbol, value)) for value in values] == pytest.approx(numbers)
 
 
+def test_a_rate_may_depend_on_the_size():
+    table = RateTable(steps=((1e5, 4.0), (1e6, 10.0)))
+    chip = replace(device("cpu"), op_rates=(("gelu", table),), op_launches_us=(("gelu", 0.0),))
+    times = [op_time_us(0, moved, "fp32", chip, "memory", "gelu") for moved in (5e4, 1e5, 5.5e5, 1e6, 1e7)]
+    assert times == pytest.approx([12.5, 25, 62.5, 100, 1000])
+    with pytest.raises(ClusterError, match="RateTable: list sizes in growing order, with size/rate growing too"):
+        RateTable(steps=((1e5, 4.0), (1e6, 40.0)))
+
+
 @pytest.mark.parametrize("steps", [(), ((1, 0.5), (1, 0.6)), ((1, 0.1), (2, 0.9)), ((1, 0),), ((1, 1.1),), ((0, 0.5),)])
 def test_tables_that_are_refused(steps):
     with pytest.raises(ClusterError, match="EfficiencyTable"):
@@ -81,8 +90,8 @@ def test_time_grows_with_work_and_bytes_and_beats_no_peak(chip, flops, moved, mo
 def test_vectorised_and_symbolic(chip, work, kind, op):
     chip = replace(
         chip,
-        op_rates=(("gelu", 3.0),),
-        op_gflops=(("autoplan::attention", 70.0),),
+        op_rates=(("gelu", RateTable(steps=((1e4, 1.0), (1e6, 8.0), (1e8, 3.0)))),),
+        op_gflops=(("autoplan::attention", RateTable(steps=((1e6, 5.0), (1e9, 70.0)))),),
         op_launches_us=(("gelu", 50.0), ("autoplan::attention", 90.0)),
     )
     precision = chip.precisions[-1]
@@ -113,9 +122,13 @@ def test_pointwise_work_binds_only_where_bandwidth_is_plentiful():
         assert (heavy > light) is bound
 
 
+def rates(**by_op):
+    return tuple((op, RateTable.constant(rate)) for op, rate in by_op.items())
+
+
 def test_a_measured_op_runs_at_its_own_rate():
     plain = device("cpu")
-    chip = replace(plain, op_rates=(("_softmax", 2.0),), op_gflops=(("autoplan::attention", 50.0),))
+    chip = replace(plain, op_rates=rates(_softmax=2.0), op_gflops=(("autoplan::attention", RateTable.constant(50.0)),))
     launch = chip.kernel_launch_us
     assert op_time_us(1e9, 4e6, "fp32", chip, "memory", "_softmax") == pytest.approx(launch + 2000)
     assert op_time_us(1e9, 4e6, "fp32", chip, "matmul", "autoplan::attention") == pytest.approx(launch + 20_000)
@@ -128,7 +141,7 @@ def test_a_measured_op_runs_at_its_own_rate():
 def test_an_op_may_have_its_own_launch_cost_and_figures_for_one_precision():
     chip = replace(
         device("cpu"),
-        op_rates=(("_softmax", 2.0), ("_softmax.bf16", 1.0)),
+        op_rates=rates(**{"_softmax": 2.0, "_softmax.bf16": 1.0}),
         op_launches_us=(("_softmax", 30.0), ("bmm.fp32", 80.0)),
     )
     assert op_time_us(0, 4e6, "fp32", chip, "memory", "_softmax") == pytest.approx(30 + 2000)

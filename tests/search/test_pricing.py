@@ -13,6 +13,7 @@ from autoplan.capture.capture import capture
 from autoplan.capture.graph import Graph, Sizes
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.compute import op_time_us
+from autoplan.cost_models.steps import RateTable
 from autoplan.search.pricing import GraphPrices, NodePrice, node_time_us
 from autoplan.sharding.placement import P, R, S
 
@@ -89,12 +90,13 @@ def test_views_are_free_and_shapes_are_those_at_the_sizes(graph: Graph, prices: 
 def test_measured_rates_are_found_by_the_name_of_the_op(graph: Graph, prices: GraphPrices) -> None:
     sizes = Sizes(batch=2, seq=16)
     plain = Cluster.parse("1x1xcpu").device
+    rate = RateTable.constant(0.25)
     device = replace(
-        plain, op_rates=(("gelu_backward", 0.5),), op_gflops=(("autoplan::attention_backward", 0.25), ("mm", 1e-3))
+        plain, op_rates=(("gelu_backward", rate),), op_gflops=(("autoplan::attention_backward", rate), ("mm", rate))
     )
     gelu = of(graph, prices, "aten.gelu_backward.", sizes)
     moved = sum(gelu.operand_bytes) + sum(gelu.result_bytes)
-    assert node_time_us(gelu, device, "fp32") == pytest.approx(device.kernel_launch_us + moved / 500)
+    assert node_time_us(gelu, device, "fp32") == pytest.approx(device.kernel_launch_us + moved / 250)
     attention = of(graph, prices, "autoplan.attention_backward.", sizes)
     assert node_time_us(attention, device, "fp32") == pytest.approx(device.kernel_launch_us + attention.flops / 250)
     for target in ("aten.gelu.", "autoplan.attention.", "aten.embedding."):

@@ -1,0 +1,136 @@
+"""Timing one call on every rank at the same moment.
+
+Ranks of one machine share its memory bandwidth, its power and its processor's quota, so what a rank does in training
+is measured while all ranks do the same. A case runs in three blocks of a set time, each of many calls, and the median
+block counts: a processor quota lets a rank run for a few milliseconds and then stops it for as many, so only the mean
+over several such periods is the speed that a training step sees.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autoplan.runtime.graphs import boxed
+
+BLOCKS = 3
+CHUNK_S = 2e-3  # of calls between two looks at the clock
+LEAST_BOX_S, MOST_BOX_S = 0.005, 0.4  # for one case
+
+Row = dict[str, Any]  # one measurement; ``cost_models.calibration_records`` reads it
+
+
+class Progress(Protocol):
+    """``progress("operators", 3, 80)``: what is being measured, and how much of it is done."""
+
+    def __call__(self, what: str, done: int = 0, of: int = 0) -> None: ...
+
+
+class Bench:
+    """A clock that all ranks of the default process group share. Every rank makes the same calls in the same order."""
+
+    def __init__(self, device: torch.device, progress: Progress, longest_s: float) -> None:
+        """``longest_s``: sizes at which one call takes longer are left out, where there is a choice of sizes."""
+        self.device, self.longest_s = device, longest_s
+        self.rows: list[Row] = []
+        self._progress = progress
+        self._what, self._cases, self._done, self._until = "", 0, 0, 0.0
+
+    def phase(self, what: str, cases: int, seconds: float) -> None:
+        """Begin a part of about so many cases, which is to last about so long."""
+        self._what, self._cases, self._done = what, cases, 0
+        self._until = time.perf_counter() + seconds
+
+    def box_s(self) -> float:
+        """The time for the next case, as this rank sees it."""
+        self._progress(self._what, self._done, max(self._cases, self._done))
+        left = self._until - time.perf_counter()
+        box = left / max(self._cases - self._done, 1)
+        self._done += 1
+        return min(max(box, LEAST_BOX_S), MOST_BOX_S)
+
+    def late(self) -> bool:
+        """Whether the phase's time is over, on any rank."""
+        return bool(self.agree(time.perf_counter() - self._until)[0] > 0)
+
+    def agree(self, *values: float) -> tuple[float, ...]:
+        """The largest value of any rank, of each; all ranks arrive before any leaves."""
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return tuple(shared.tolist())
+
+    def meet(self) -> None:
+        """All ranks arrive before any leaves."""
+        self.agree(0.0)
+
+    def synchronize(self) -> None:
+        """Wait for what this rank has put on its compute stream."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def elapsed_s(self, call: Callable[[], object], times: int) -> float:
+        """So many calls in a row, to the end of the last."""
+        begin = time.perf_counter()
+        for _ in range(times):
+            call()
+        self.synchronize()
+        return time.perf_counter() - begin
+
+    def probe_s(self, call: Callable[[], object]) -> float:
+        """A first look at what a call that communicates takes, the same on every rank: the faster of two, after one."""
+        self.elapsed_s(call, 1)
+        return self.agree(min(self.elapsed_s(call, 1) for _ in range(2)))[0]
+
+    def first_us(self, call: Callable[[], object]) -> float:
+        """A first look at what a call takes on this rank: the fastest of a few, after one."""
+        self.elapsed_s(call, 1)
+        first = self.elapsed_s(call, 1)
+        return 1e6 * (first if first > CHUNK_S else min(self.elapsed_s(call, 1) for _ in range(2)))
+
+    def time_us(self, call: Callable[[], object]) -> float:
+        """Mean time of a call on this rank while the other ranks make it too."""
+        probe, box = self.agree(self.first_us(call) * 1e-6, self.box_s())
+        if probe > box:
+            return probe * 1e6
+        chunk = max(1, int(CHUNK_S / probe))
+        means = []
+        for _ in range(BLOCKS):
+            calls, spent = 0, 0.0
+            while spent < box / BLOCKS:
+                spent += self.elapsed_s(call, chunk)
+                calls += chunk
+            means.append(spent / calls)
+        return statistics.median(means) * 1e6
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+
+    def slowest(self) -> list[Row]:
+        """The rows with each value that of the slowest rank."""
+        worst = self.agree(*(row["value"] for row in self.rows)) if self.rows else ()
+        return [row | {"value": value} for row, value in zip(self.rows, worst, strict=True)]
+
+
+def repeated(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], times: int) -> Callable[[], object]:
+    """A graph of ``times`` equal calls, run as the runtime runs its graphs; no result outlives the next call."""
+    graph = fx.Graph()
+    tensors: list[torch.Tensor] = []
+
+    def operand(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return graph.placeholder(f"operand_{len(tensors)}")
+
+    given, named = map_aggregate(tuple(args), operand), map_aggregate(kwargs, operand)
+    results = [graph.call_function(call, given, named) for _ in range(times)]
+    graph.output((results[-1],))
+    run = boxed(fx.GraphModule({}, graph))
+    return lambda: run(list(tensors))

@@ -1,0 +1,113 @@
+"""Matmuls in the shapes that training has, and attention.
+
+At each level of FLOPs, for a layer of ``n`` features:
+
+    mm      (n, n) (n, n)
+    mm      (8n, n) (n, n)ᵀ       a linear layer, and the gradient of its input
+    addmm   (4n, n) (4n, n)ᵀ      a layer that widens, with bias
+    mm      (8n, n)ᵀ (8n, n)      the gradient of a weight
+    bmm     16 heads of (s, 64) (64, s)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autoplan.rewrite.program  # noqa: F401  # registers autoplan::attention, which its graphs hold
+from autoplan.runtime.measure_bench import Bench, repeated
+
+aten = torch.ops.aten
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_LEVELS = (1e5, 1e6, 1e7, 1e8, 1e9, 4e9)
+ACCELERATOR_LEVELS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
+HEADS, HEAD_DIM = 16, 64
+Make = Callable[..., Tensor]  # shape -> random tensor
+
+
+def _square(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    n = _near((flops / 2) ** (1 / 3))
+    return aten.mm.default, (make(n, n), make(n, n))
+
+
+def _linear(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    n = _near((flops / 16) ** (1 / 3))
+    return aten.mm.default, (make(8 * n, n), make(n, n).t())
+
+
+def _widening(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    n = _near((flops / 32) ** (1 / 3))
+    return aten.addmm.default, (make(4 * n), make(4 * n, n), make(4 * n, n).t())
+
+
+def _weight_gradient(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    n = _near((flops / 16) ** (1 / 3))
+    return aten.mm.default, (make(8 * n, n).t(), make(8 * n, n))
+
+
+def _heads(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    s = _near((flops / (2 * HEADS * HEAD_DIM)) ** 0.5)
+    return aten.bmm.default, (make(HEADS, s, HEAD_DIM), make(HEADS, HEAD_DIM, s))
+
+
+SHAPES = (_square, _linear, _widening, _weight_gradient, _heads)
+
+
+def _near(size: float) -> int:
+    """A multiple of 8, which devices like."""
+    return max(8, 8 * round(size / 8))
+
+
+def measure_matmuls(bench: Bench, precisions: Sequence[str], seconds: float) -> None:
+    """Every shape at growing FLOPs, until one call takes too long; the first precision gets half of the time."""
+    levels = CPU_LEVELS if bench.device.type == "cpu" else ACCELERATOR_LEVELS
+    for precision in precisions:
+        share = 0.5 if precision == precisions[0] else 0.5 / (len(precisions) - 1)
+        bench.phase(f"matmuls, {precision}", len(SHAPES) * len(levels), seconds * share)
+
+        def make(*shape: int, dtype: torch.dtype = DTYPES[precision]) -> Tensor:
+            return torch.randn(shape, device=bench.device).to(dtype)
+
+        for shape in SHAPES:
+            for flops in levels:
+                call, args = shape(make, flops)
+                run = repeated(call, args, {}, 1)
+                if bench.agree(bench.first_us(run) * 1e-6)[0] > bench.longest_s:
+                    break
+                left, right = args[-2:]
+                made = left.numel() // left.shape[-1] * right.shape[-1] * left.itemsize
+                bench.add(
+                    record="op", op=str(call).split(".")[1], kind="matmul", precision=precision,
+                    flops=2 * left.numel() * right.shape[-1],
+                    bytes_moved=sum(t.nbytes for t in args) + made, launches=1, value=bench.time_us(run),
+                )  # fmt: skip
+
+
+def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
+    """Causal attention, forward and backward, over sequence lengths."""
+    lengths = (32, 128, 512) if bench.device.type == "cpu" else (512, 2048, 8192)
+    bench.phase("attention", 2 * len(lengths), seconds)
+    for length in lengths:
+        shape = (2, 8, length, HEAD_DIM)
+        q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype) for _ in range(4))
+        scale = HEAD_DIM**-0.5
+        forward = torch.ops.autoplan.attention.default
+        backward = torch.ops.autoplan.attention_backward.default
+        out, lse = forward(q, k, v, None, True, scale)
+        pairs = length * (length + 1) // 2  # of a query and a key that it attends to
+        multiply_adds = shape[0] * shape[1] * pairs * HEAD_DIM
+        for call, args, products in (
+            (forward, (q, k, v, None, True, scale), 2),
+            (backward, (grad, q, k, v, out, lse, None, True, scale), 5),
+        ):
+            run = repeated(call, args, {}, 1)
+            tensors = [t for t in (*args, *call(*args)) if isinstance(t, Tensor)]
+            name = "::".join(str(call).split(".")[:2])
+            bench.add(
+                record="op", op=name, kind="matmul", precision=precision, flops=2 * products * multiply_adds,
+                bytes_moved=sum(t.nbytes for t in tensors), launches=1, value=bench.time_us(run),
+            )  # fmt: skip
