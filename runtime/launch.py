@@ -7,6 +7,9 @@ So each rank
 
 * holds a lock on a file while it lives (the kernel drops the lock however the process ends), and
 * when it fails, writes its traceback, the time, and which ranks had died before it without a word.
+
+Where what it raised is a mistake of the caller's (``UserError``), ``launch`` raises that instead: the message says how
+to mend it, and a traceback would not.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from autoplan.errors import RankError
+from autoplan import errors
+from autoplan.errors import RankError, UserError
 from autoplan.settings import DEFAULT_TIMEOUT_S, Settings, read_settings
 
 SHUTDOWN_S = 5  # between asking the other ranks to end and killing them; a rank blocked in a collective never answers
@@ -85,7 +89,7 @@ def launch(
     """Call ``function(session, *args)`` on ``ranks`` new local processes; returns what each rank returned.
 
     ``function`` and ``args`` are pickled: a function at the top level of a module. Raises RankError when a rank
-    fails.
+    fails, or the UserError that the first rank to fail raised.
     """
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as directory:
         config = LaunchConfig(
@@ -108,7 +112,7 @@ def launch(
         except ChildFailedError as error:
             codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
             reports = [json.loads(file.read_text()) for file in Path(directory).glob("*.failed")]
-            raise RankError(explain(reports, codes, ranks)) from None
+            raise mistake(reports) or RankError(explain(reports, codes, ranks)) from None
         return results
 
 
@@ -163,11 +167,13 @@ def _report(directory: Path, settings: Settings) -> None:
     """Say that this rank failed, and how; its first report stands."""
     if (directory / f"{settings.rank}.failed").exists():
         return
+    error = sys.exception()
     report = {
         "rank": settings.rank,
         "time_ns": time.time_ns(),
         "traceback": traceback.format_exc(),
-        "dead_before": _silently_dead(directory, settings, sys.exception()),
+        "mistake": [type(error).__name__, str(error)] if isinstance(error, UserError) else None,
+        "dead_before": _silently_dead(directory, settings, error),
     }
     temporary = directory / f"{settings.rank}.part"
     temporary.write_text(json.dumps(report), encoding="utf-8")
@@ -201,6 +207,16 @@ def _dead_now(directory: Path, settings: Settings) -> list[int]:
         if started and not ended:
             dead.append(rank)
     return dead
+
+
+def mistake(reports: Sequence[dict[str, Any]]) -> UserError | None:
+    """The UserError of the rank that failed first, if that is what it raised and no rank had died before it."""
+    first = min(reports, key=lambda r: r["time_ns"], default=None)
+    if first is None or first["mistake"] is None or first["dead_before"]:
+        return None
+    name, message = first["mistake"]
+    kind = getattr(errors, name, UserError)  # one that is defined elsewhere comes as its base
+    return kind(message) if issubclass(kind, UserError) else UserError(message)
 
 
 def explain(reports: Sequence[dict[str, Any]], codes: Mapping[int, int], ranks: int) -> str:

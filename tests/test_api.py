@@ -22,7 +22,7 @@ import autoplan
 from autoplan import api
 from autoplan.capture import Graph, capture
 from autoplan.cost_models.cluster import Cluster
-from autoplan.errors import DegreeError, FingerprintError, ModelError, UserError
+from autoplan.errors import DegreeError, FingerprintError, ModelError, PlanFileError, UserError
 from autoplan.plans import Plan, PlanDocument
 from autoplan.runtime.params import module_source
 from autoplan.search.explain import describe
@@ -258,6 +258,29 @@ def test_a_plan_for_something_else_is_refused() -> None:
         pytest.raises(FingerprintError, match=r"made for something else. model: the plan has"),
     ):
         step(batch())
+
+
+def test_a_plan_that_names_what_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    """As a document and as a file, of which every word is valid JSON. What else is looked up: tests/rewrite."""
+    cluster = Cluster.local(devices=1)
+    document = autoplan.plan(gpt2(), cluster, batch())
+    strategy = document.plan.strategy(1)
+    bogus = [
+        structs.replace(strategy, choices=("bogus", *strategy.choices[1:])),
+        structs.replace(strategy, params=("bogus", *strategy.params[1:])),
+    ]
+    plans = [
+        structs.replace(document.plan, strategies=tuple(b if s is strategy else s for s in document.plan.strategies))
+        for b in bogus
+    ]
+    wrong, in_file = (structs.replace(document, plan=plan) for plan in plans)
+    in_file.save(tmp_path / "plan.json")
+    for given, words in ((wrong, "has 'bogus' for .*it has"), (tmp_path / "plan.json", "as 'bogus'; .* it may be R")):
+        with (
+            autoplan.compile(gpt2(), cluster, plan=given) as step,
+            pytest.raises(PlanFileError, match=f"strategy '{strategy.key}' .*{words}"),
+        ):
+            step(batch())
 
 
 def test_ranks_must_be_as_many_as_devices() -> None:

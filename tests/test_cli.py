@@ -194,6 +194,23 @@ def test_damaged_plans(command: str, planned: Path, tmp_path: Path) -> None:
     assert "is damaged" in refused(command, edited(planned, tmp_path, plan={}), *more)
 
 
+@pytest.mark.processes
+@pytest.mark.slow  # starts two ranks, of which none may train and only one may speak
+@pytest.mark.timeout(300)
+def test_run_refuses_what_the_model_lacks(planned: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = json.loads(planned.read_text())["plan"]
+    for strategy in plan["strategies"]:
+        strategy["choices"][0] = "bogus"
+    message = refused("run", edited(planned, tmp_path, plan=plan))
+    assert message.startswith("autoplan: the plan does not fit the model: strategy ")
+    assert "has 'bogus' for " in message
+    assert message.count("\n") == 1
+    said = capfd.readouterr()  # what the ranks wrote
+    assert "Traceback" not in said.err
+    assert "does not fit" not in said.err
+    assert "step " not in said.out
+
+
 def test_run_needs_to_know_the_model(planned: Path, tmp_path: Path) -> None:
     assert "does not say which model" in refused("run", edited(planned, tmp_path, notes=[]))
     assert "note on its model is damaged" in refused("run", edited(planned, tmp_path, notes=[ORIGIN_NOTE + "{"]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoplan.errors import RankError, UserError
-from autoplan.runtime.launch import Session, explain, launch, session
+from autoplan.errors import BatchError, PlanFileError, RankError, UserError
+from autoplan.runtime.launch import Session, explain, launch, mistake, session
 from autoplan.settings import Settings, read_settings
 
 pytestmark = pytest.mark.processes
@@ -81,6 +81,41 @@ def test_who_was_first(dead_before: list[list[int]], codes: dict[int, int], firs
         for rank, dead in enumerate(dead_before)
     ]
     assert explain(reports[::-1], codes, 3).startswith(first)
+
+
+def refuses(joined: Session) -> None:
+    if joined.rank:
+        dist.all_reduce(torch.zeros(1, device=joined.device))
+    raise PlanFileError("mend it so")
+
+
+def test_a_mistake_of_the_callers_is_raised_as_it_is() -> None:
+    with pytest.raises(PlanFileError, match=r"\Amend it so\Z"):
+        launch(refuses, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("said", "dead_before", "kind", "message"),
+    [
+        (["BatchError", "mend it"], [], BatchError, "mend it"),
+        (["OwnError", "mend it"], [], UserError, "mend it"),
+        (["RankError", "mend it"], [], UserError, "mend it"),
+        (["BatchError", "mend it"], [1], None, ""),
+        (None, [], None, ""),
+    ],
+)
+def test_whose_mistake(
+    said: list[str] | None, dead_before: list[int], kind: type[UserError] | None, message: str
+) -> None:
+    found = mistake(
+        [
+            {"rank": 1, "time_ns": 2, "mistake": None, "dead_before": []},
+            {"rank": 0, "time_ns": 1, "mistake": said, "dead_before": dead_before},
+        ]
+    )
+    assert (None if found is None else type(found)) is kind
+    assert str(found or "") == message
+    assert mistake([]) is None
 
 
 def test_hanging_rank_ends_within_the_timeout() -> None:
