@@ -16,7 +16,7 @@ import numpy as np
 from autoplan.cost_models.steps import EfficiencyTable, RateTable
 
 STEADY = 1.001  # by how much a table's times grow at least from one size to the next
-LEAST_WORK = 0.2  # of a time that is not launch, whatever was measured
+LEAST_WORK = 0.02  # of a time that is not launch, whatever was measured
 CLOSE = 2.5  # sizes up to this many times the first of them share an entry of a table
 
 
@@ -59,7 +59,7 @@ def fit_launch(sizes: Sequence[float], times_us: Sequence[float]) -> float:
     if len(points) < 2:
         return 0.0
     (s1, t1), (s2, t2) = points
-    return max(0.0, min(t1, t1 - (t2 - t1) / (s2 - s1) * s1))
+    return max(0.0, min(t1, t2, t1 - (t2 - t1) / (s2 - s1) * s1))
 
 
 def fit_rates(sizes: Sequence[float], times_us: Sequence[float], launch_us: float) -> tuple[tuple[float, float], ...]:

@@ -78,4 +78,4 @@ def main() -> None:
 
 
 # Each registers its command on ``app``.
-from autoplan.cli import compare, devices, plan, run  # noqa: E402, F401
+from autoplan.cli import calibrate, compare, devices, plan, run  # noqa: E402, F401

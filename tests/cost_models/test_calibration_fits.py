@@ -1,0 +1,93 @@
+"""Lines and tables found again in times that were made from them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.cost_models.calibration_fits import efficiency_table, fit_launch, fit_line, fit_rates, rate_table
+from autoplan.cost_models.steps import RateTable, inflate
+
+SIZES = (1e3, 1.6e4, 2.6e5, 2.1e6, 1.7e7)
+
+
+@given(st.floats(0, 1e4), st.floats(1e-6, 1e-1))
+def test_a_line_is_found_in_exact_times(fixed_us, us_per_unit):
+    line = fit_line(SIZES, [fixed_us + us_per_unit * size for size in SIZES])
+    assert line.us_per_unit == pytest.approx(us_per_unit, rel=1e-6)
+    assert line.fixed_us == pytest.approx(fixed_us, rel=1e-6, abs=1e-6 + us_per_unit)
+
+
+@given(st.floats(10, 1e4), st.floats(1e-4, 1e-2), st.integers(0, len(SIZES) - 1), st.sampled_from([0.05, 30.0]))
+def test_one_disturbed_time_does_not_move_the_line(fixed_us, us_per_unit, place, factor):
+    times = [fixed_us + us_per_unit * size for size in SIZES]
+    times[place] *= factor
+    line = fit_line(SIZES, times)
+    wrong = [abs(math.log((line.fixed_us + line.us_per_unit * s) / t)) for s, t in zip(SIZES, times, strict=True)]
+    best = abs(math.log(factor))  # what the true line is off by, all of it at the disturbed point
+    assert sum(wrong) <= best * (1 + 1e-9)
+
+
+def test_noise_moves_a_line_by_about_as_much():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        times = [(300 + 2e-3 * size) * generator.uniform(0.95, 1.05) for size in SIZES]
+        line = fit_line(SIZES, times)
+        assert line.fixed_us == pytest.approx(300, rel=0.2)
+        assert line.us_per_unit == pytest.approx(2e-3, rel=0.08)
+
+
+def test_times_that_fall_with_size_still_give_a_line_that_rises():
+    line = fit_line((1e3, 1e6), (500.0, 20.0))
+    assert line.fixed_us >= 0
+    assert line.us_per_unit > 0
+
+
+def test_a_launch_is_where_the_smallest_sizes_begin():
+    assert fit_launch(SIZES, [40 + 1e-3 * size for size in SIZES]) == pytest.approx(40)
+    assert fit_launch((1e5, 1e6), (10, 1000)) == 0  # not below nothing
+    assert fit_launch((1e3, 1e6), (30, 20)) == pytest.approx(20)  # nor above what was seen
+    assert fit_launch((1e6,), (30,)) == 0
+
+
+@st.composite
+def tables(draw):
+    spent, steps = 0.0, []
+    for size in SIZES:
+        spent += draw(st.floats(1, 1e4))
+        steps.append((size, size / spent))
+    return RateTable(steps=tuple(steps))
+
+
+@given(tables(), st.floats(0, 50))
+def test_a_table_is_found_in_exact_times(table, launch_us):
+    times = [launch_us + inflate(size, table) for size, _ in table.steps]
+    found = rate_table([size for size, _ in table.steps], times, min(launch_us, 0.5 * min(times)), 1.0)
+    for size, _ in table.steps:
+        assert launch_us + inflate(size, found) == pytest.approx(launch_us + inflate(size, table), rel=0.02, abs=60)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(0.1, 1e6)), min_size=1, max_size=12), st.floats(0, 1e3))
+def test_any_times_give_a_table_that_is_accepted(points, launch_us):
+    """Noise may make a larger operation faster than a smaller one; the table may not."""
+    sizes, times = zip(*points, strict=True)
+    steps = fit_rates(sizes, times, launch_us)
+    assert RateTable(steps=steps).steps == steps
+    peak, table = efficiency_table(sizes, times, launch_us, peak=1.0)
+    assert peak >= 1.0
+    assert max(fraction for _, fraction in table.steps) <= 1
+
+
+def test_shapes_of_about_the_same_size_share_an_entry_that_takes_as_long_together():
+    steps = fit_rates((1e6, 1e6, 1e6, 1e8), (100.0, 200.0, 300.0, 1e4), 0.0)
+    assert len(steps) == 2
+    assert steps[0] == pytest.approx((1e6, 1e6 / 200))
+
+
+def test_a_peak_rises_to_what_was_reached():
+    peak, table = efficiency_table((1e6, 1e8), (10.0, 100.0), 0.0, peak=5e5)
+    assert peak == 1e6
+    assert table.steps[-1][1] == 1.0
+    assert efficiency_table((1e6, 1e8), (10.0, 100.0), 0.0, peak=4e6)[1].steps[-1][1] == pytest.approx(0.25)
