@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.errors import UserError
 from autoplan.plans import Alternative, Estimate, Plan, PlanDocument, StageMemory
+from autoplan.report import units
 from autoplan.search.hand_plans import Uniform, rank
 from autoplan.search.space import Candidate, Pins, Space
 
@@ -44,10 +45,11 @@ def _bounded(estimate: Estimate) -> str:
     shares = [(name, us / estimate.step_us) for name, us in sorted(parts.items(), key=lambda item: -item[1])]
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     stage, memory = _fullest(estimate)
+    kind, kind_bytes = _largest(memory)
     return (
-        f"A step of {_time(estimate.step_us)} is {said}. The fullest device, on stage {stage}, holds "
-        f"{_size(memory.total_bytes)} of {_size(estimate.device_memory_bytes)}, {_size(_largest(memory)[1])} of it "
-        f"{_largest(memory)[0]}."
+        f"A step of {units.time(estimate.step_us)} is {said}. The fullest device, on stage {stage}, holds "
+        f"{units.size(memory.total_bytes)} of {units.size(estimate.device_memory_bytes)}, {units.size(kind_bytes)} of "
+        f"it {kind}."
     )
 
 
@@ -57,7 +59,7 @@ def _compared(document: PlanDocument) -> Iterator[str]:
         best = min(fits, key=rank)
         gain = best.estimate.step_us / document.estimate.step_us - 1
         verb = "as fast as" if abs(gain) < 1e-5 else f"{'faster' if gain > 0 else 'slower'} by {abs(gain):.1%} than"
-        yield f"It is {verb} the best plan made by hand, {describe(best.plan)} ({_time(best.estimate.step_us)})."
+        yield f"It is {verb} the best plan made by hand, {describe(best.plan)} ({units.time(best.estimate.step_us)})."
     elif document.hand_plans:
         yield "No plan made by hand fits."
     others = [h for h in fits if h is not min(fits, key=rank)]
@@ -98,7 +100,7 @@ def explain_infeasible(problem: Problem, pins: Pins, uniform: Uniform, space: Sp
     nearest = min(plans, key=lambda plan: (plan.estimate.peak_bytes, rank(plan)))
     text = f"nothing fits. The plan nearest to fitting, {describe(nearest.plan)}, is short: {_short(nearest.estimate)}."
     ways = sorted(_unpinned(problem, pins), key=lambda way: way[1].estimate.step_us)
-    found = [f"{words} (then {describe(plan.plan)} fits, {_time(plan.estimate.step_us)})" for words, plan in ways]
+    found = [f"{words} (then {describe(plan.plan)} fits, {units.time(plan.estimate.step_us)})" for words, plan in ways]
     larger = _more_devices(problem, pins)
     if larger is not None:
         found.append(larger)
@@ -152,7 +154,7 @@ def _more_devices(problem: Problem, pins: Pins) -> str | None:
                 if plan.estimate.fits:
                     return (
                         f"{multiple} times the nodes, {cluster.size} devices: {describe(plan.plan)} fits there, "
-                        f"{_time(plan.estimate.step_us)}"
+                        f"{units.time(plan.estimate.step_us)}"
                     )
     return None
 
@@ -170,9 +172,10 @@ def _leanest(space: Space) -> list[Candidate]:
 def _short(estimate: Estimate) -> str:
     stage, memory = _fullest(estimate)
     sizes = sorted(((getattr(memory, f"{kind}_bytes"), _WORDS[kind]) for kind in KINDS), reverse=True)
-    parts = ", ".join(f"{_size(size)} {word}" for size, word in sizes[:3] if size)
+    parts = ", ".join(f"{units.size(size)} {word}" for size, word in sizes[:3] if size)
     where = f"stage {stage}" if len(estimate.memory) > 1 else "every device"
-    return f"{where} needs {_size(memory.total_bytes)} and has {_size(estimate.device_memory_bytes)} ({parts})"
+    need, have = units.size(memory.total_bytes), units.size(estimate.device_memory_bytes)
+    return f"{where} needs {need} and has {have} ({parts})"
 
 
 def _fullest(estimate: Estimate) -> tuple[int, StageMemory]:
@@ -182,17 +185,3 @@ def _fullest(estimate: Estimate) -> tuple[int, StageMemory]:
 def _largest(memory: StageMemory) -> tuple[str, int]:
     kind = max(KINDS, key=lambda name: getattr(memory, f"{name}_bytes"))
     return _WORDS[kind], int(getattr(memory, f"{kind}_bytes"))
-
-
-def _size(size_bytes: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.3g} {unit}"
-    return f"{size_bytes:.0f} bytes"
-
-
-def _time(time_us: float) -> str:
-    for unit, scale in (("s", 1e6), ("ms", 1e3)):
-        if time_us >= scale:
-            return f"{time_us / scale:.3g} {unit}"
-    return f"{time_us:.3g} us"
