@@ -1,5 +1,6 @@
 # make test     the tests, in a virtual environment that is made on first use
 # make lint     ruff and mypy
+# make bench    plans and peers run on emulated clusters, predicted against measured (root, hours; BENCH_ARGS=--quick)
 # make demo     plan.json, report.md and report.html from a real run on this machine
 # make venv     only the environment; PYTHON=python3.12 picks another interpreter
 
@@ -7,8 +8,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
-.PHONY: venv test lint demo clean
+.PHONY: venv test lint bench demo clean
 
 venv: $(VENV)/.stamp
 
@@ -31,6 +33,11 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# DeepSpeed is one of the peers. Where it cannot be had the comparison goes on, and its row says so.
+bench: $(VENV)/.stamp
+	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[deepspeed]'
+	$(BIN)/python -m benchmarks.compare_plans $(BENCH_ARGS)
 
 demo: $(VENV)/.stamp
 	$(BIN)/python -m benchmarks.demo

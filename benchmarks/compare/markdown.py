@@ -14,15 +14,15 @@ from benchmarks.compare.statistics import Agreement, Errors
 def markdown(results: Results) -> str:
     lines = ["# Plans, predicted and measured", ""]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(results.versions.items()))
-    lines += [f"{results.date} on {cell(results.hardware)}; {versions}; seed {results.seed}.", ""]
+    lines += [f"{results.date} on {cell(results.hardware)}; {cell(versions)}; seed {results.seed}.", ""]
     shapes = [figures_of(shape) for shape in results.shapes]
     lines += table(("shape", *_HEADS), [(figures.shape.name, *_figures(figures)) for figures in shapes])
     for figures in shapes:
-        lines += ["", f"## {figures.shape.name}", "", f"{what(figures.shape)}.", ""]
+        lines += ["", f"## {cell(figures.shape.name)}", "", f"{what(figures.shape)}.", ""]
         for model in figures.models:
             lines += _model(model, figures.shape.of(model.model.name))
     if results.notes:
-        lines += ["", "## Notes", "", *(f"- {note}" for note in results.notes)]
+        lines += ["", "## Notes", "", *(f"- {cell(note)}" for note in results.notes)]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ Ranks have the model, its graph and the batches from the fork. No thread may liv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ class Runner:
             stage_of=lambda rank: rank // width,
         )
 
-    def peer(self, peer: Peer, *, about_us: float) -> list[Run]:
+    def peer(self, peer: Peer, *, about_us: float) -> Iterator[Run]:
         """Every setting of a peer, those that save memory only where the others ran out of it; or why there is none.
 
         ``about_us``: what a good step takes, so that a slow peer is given time enough.
@@ -66,12 +66,13 @@ class Runner:
         task = self._task()
         variants = () if reason else peer.variants(self.subject.module, task)
         if not variants:
-            return [self._not_run(peer, reason or f"{peer.what} has no hand-made form for this model and these ranks")]
-        runs: list[Run] = []
+            yield self._not_run(peer, reason or f"{peer.what} has no hand-made form for this model and these ranks")
+        short = True
         for variant in variants:
-            if not variant.saves_memory or all(run.outcome == "out of memory" for run in runs):
-                runs.append(self._variant(peer, variant, task, about_us))
-        return runs
+            if not variant.saves_memory or short:
+                run = self._variant(peer, variant, task, about_us)
+                short = short and run.outcome == "out of memory"
+                yield run
 
     def _variant(self, peer: Peer, variant: Variant, task: Task, about_us: float) -> Run:
         outcomes, seconds = self._fork(partial(variant.build, self.subject.module, task), SLOW_PEER * about_us)
