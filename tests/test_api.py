@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 
@@ -64,12 +64,12 @@ def batch(step: int = 0, mask: bool = False) -> dict[str, Tensor]:
 class Perceptron(nn.Module):
     """Not a transformer: unequal widths, a frozen layer, a buffer, and no loss of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 20) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.register_buffer("scale", torch.full((12,), 0.5))
         self.frozen = nn.Linear(12, 12).requires_grad_(False)
-        self.layers = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.layers = nn.Sequential(nn.Linear(12, hidden), nn.ReLU(), nn.Linear(hidden, 6), nn.Tanh(), nn.Linear(6, 3))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return self.layers(self.frozen(x * self.scale))
@@ -152,28 +152,50 @@ def test_one_process_needs_no_launcher() -> None:
         torch.testing.assert_close(after[name], value.detach(), rtol=1e-5, atol=1e-6)
 
 
-def _perceptron_ranks(rank: int, world: int, degrees: dict[str, int]) -> None:
+# So wide that two ranks gain by sharing the work. In the memory, one could not hold it with its optimizer (6.1 MB).
+HIDDEN, MEMORY_BYTES = 20_000, 5_200_000
+
+
+def _perceptron_ranks(rank: int, world: int, degrees: dict[str, int], memory_bytes: int | None) -> None:
+    def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-5)
+
     step = autoplan.compile(
-        Perceptron(), Cluster.local(devices=world), loss_fn=squared_error, pins=autoplan.Pins(**degrees), clip_norm=0.5
+        Perceptron(HIDDEN),
+        Cluster.local(devices=world, memory_bytes=memory_bytes),
+        loss_fn=squared_error,
+        pins=autoplan.Pins(**degrees),
+        optimizer=adamw,
+        clip_norm=0.5,
     )
-    reference = Perceptron()
-    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-3)
+    reference = Perceptron(HIDDEN)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    optimizer = adamw(trained)
     for i in range(3):
         given = regression(i)
         loss = squared_error(reference(**given), given)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_([p for p in reference.parameters() if p.requires_grad], 0.5)
+        nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         assert float(step(given)) == pytest.approx(float(loss.detach()), rel=1e-5)
     assert step.plan is not None
     assert all(getattr(step.plan.plan.degrees, k) == v for k, v in degrees.items() if k in ("data", "tensor", "pipe"))
+    held = {h.spec.name: h for h in step._ready().store.params}
+    for name, width in (("layers.0.weight", 12), ("layers.2.weight", 6)):
+        assert held[name].value.numel() == width * HIDDEN // 2, f"{name} is not cut"
+        assert held[name].spec.tensor.kind == ("S" if "tensor" in degrees else "R")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("degrees", [{"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
-def test_a_model_that_is_no_transformer(run_ranks: Callable[..., None], degrees: dict[str, int]) -> None:
-    run_ranks(_perceptron_ranks, 2, degrees)
+@pytest.mark.parametrize(
+    ("degrees", "memory_bytes"), [({"data": 2, "zero": 3}, None), ({"tensor": 2}, MEMORY_BYTES)], ids=["zero", "tensor"]
+)
+def test_a_model_that_is_no_transformer(
+    run_ranks: Callable[..., None], degrees: dict[str, int], memory_bytes: int | None
+) -> None:
+    """And its large weights are really cut in two."""
+    run_ranks(_perceptron_ranks, 2, degrees, memory_bytes)
 
 
 def _bf16_ranks(rank: int, world: int) -> None:
