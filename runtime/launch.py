@@ -19,6 +19,7 @@ import datetime
 import fcntl
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -88,8 +89,8 @@ def launch(
 ) -> dict[int, Any]:
     """Call ``function(session, *args)`` on ``ranks`` new local processes; returns what each rank returned.
 
-    ``function`` and ``args`` are pickled: a function at the top level of a module. Raises RankError when a rank
-    fails, or the UserError that the first rank to fail raised.
+    Together they have no more threads than the machine has cores. ``function`` and ``args`` are pickled: a function at
+    the top level of a module. Raises RankError when a rank fails, or the UserError that the first rank to fail raised.
     """
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as directory:
         config = LaunchConfig(
@@ -141,6 +142,8 @@ def _rank_main(function: Callable[..., Any], directory: str, timeout_s: float, a
         launched=True,
         timeout_s=timeout_s,
     )
+    # Ranks that each have a thread for every core wait for each other in every op.
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // settings.world_size)))
     with _lock_file(Path(directory), settings.rank) as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         alive.write("started")

@@ -46,6 +46,15 @@ def test_results_of_every_rank() -> None:
     assert launch(sums, 2, 10, timeout_s=30) == {0: 21.0, 1: 21.0}
 
 
+def threads(joined: Session) -> int:
+    return torch.get_num_threads()
+
+
+def test_ranks_share_the_cores() -> None:
+    cores = os.cpu_count() or 1
+    assert max(launch(threads, 2, timeout_s=30).values()) <= max(1, cores // 2)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
