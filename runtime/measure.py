@@ -112,8 +112,8 @@ def reserved_bytes(device: torch.device) -> int:
     """What this process holds of the device beside tensors: its own anonymous memory, or the driver's share."""
     if device.type == "cpu":
         return _anonymous_bytes()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total - free - torch.cuda.memory_reserved(device))
+    free, total = torch.accelerator.get_memory_info(device)
+    return int(total - free - torch.accelerator.memory_reserved(device))
 
 
 def _anonymous_bytes() -> int:

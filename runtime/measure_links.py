@@ -25,7 +25,7 @@ STEP = 8  # between the larger sizes
 WORK_S = 0.01
 ROUNDS = 3
 FEWEST, MOST = 2, 40  # collectives in one block
-OVERLAP_BYTES = 4_194_304
+OVERLAP_BYTES, OVERLAP_S = 4_194_304, 1.0  # of one collective; at least so long, alone and together
 
 Call = Callable[[], object]
 
@@ -174,13 +174,21 @@ class Links:
         bench = self.bench
         if dist.get_world_size() == 1:
             return
+        seconds = max(seconds, OVERLAP_S)
         bench.phase("overlap", 1, seconds)
+        bench.box_s()
         group = next(iter(self.groups.values()))
         size_bytes = OVERLAP_BYTES if bench.device.type == "cpu" else 64 * OVERLAP_BYTES
         buffer = torch.zeros(size_bytes // 4, device=bench.device)
         probe = bench.probe_s(lambda: dist.all_reduce(buffer, group=group))
-        alone_us = bench.time_us(self._work)
         flights = max(2, round(seconds / 2 / probe))  # the same on every rank, as both of these are
+        bench.meet()
+        calls, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < seconds / 2:
+            bench.elapsed_s(self._work, 1)
+            calls += 1
+        alone_us = (time.perf_counter() - begin) / max(calls, 1) * 1e6
+        bench.meet()
         calls, begin = 0, time.perf_counter()
         for _ in range(flights):
             work = dist.all_reduce(buffer, group=group, async_op=True)

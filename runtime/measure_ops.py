@@ -23,6 +23,7 @@ aten = torch.ops.aten
 CPU_SIZES = ((2, 64), (64, 256), (512, 256), (1024, 1024), (4096, 1024))
 ACCELERATOR_SIZES = ((2, 64), (512, 1024), (4096, 2048), (8192, 8192))
 COPY_BYTES = (10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
+MORE_COPY_BYTES = (256_000_000, 1_000_000_000)  # on accelerators, whose bandwidth takes that much to fill
 KEPT_BYTES = 4_000_000  # of results that one graph of repeated calls makes, about
 MOST_CALLS = 16
 LAUNCH_CALLS = 64
@@ -275,8 +276,9 @@ def time_op(bench: Bench, case: Case, precision: str) -> None:
 
 def measure_copies(bench: Bench, seconds: float) -> None:
     """The memory table, for ops that are not in ``OPS``: plain sums of two tensors, from cache to memory."""
-    bench.phase("memory", len(COPY_BYTES), seconds)
-    for size in COPY_BYTES:
+    sizes = COPY_BYTES if bench.device.type == "cpu" else COPY_BYTES + MORE_COPY_BYTES
+    bench.phase("memory", len(sizes), seconds)
+    for size in sizes:
         left, right = (torch.ones(size // 12, device=bench.device) for _ in range(2))
         case = Case(op="", call=aten.add.Tensor, args=(left, right), kwargs={})
         time_op(bench, case, "fp32")
