@@ -60,50 +60,73 @@ def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
         yield run
 
 
-def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over the group, in place."""
-    if group.size() == 1:
-        return
-    with Pending() as pending:
-        for run in buckets(tensors):
-            members = [tensors[i] for i in run]
-            if len(members) == 1 and members[0].is_contiguous():
-                pending.add(dist.all_reduce(members[0], group=group, async_op=True), _nothing)
-            else:
-                flat = torch.cat([t.reshape(-1) for t in members])
-                work = dist.all_reduce(flat, group=group, async_op=True)
-                pending.add(work, lambda flat=flat, members=members: _unflatten(flat, members))  # type: ignore[misc]
+Finish = Callable[[], list[Tensor]]
+"""Waits for a started collective and gives its results, in the order of what was given."""
+
+
+def begin_all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[dist.Work | None, Finish]:
+    """Start summing one bucket of tensors over the group. A single contiguous one is summed in place; several become
+    views of one new tensor, so that nothing is copied back."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        work = dist.all_reduce(tensors[0], group=group, async_op=True)
+        return work, lambda: [tensors[0]]
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    shapes = [t.shape for t in tensors]
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return work, lambda: _cut(flat, shapes)
+
+
+def begin_reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[dist.Work | None, Finish]:
+    """Start summing one bucket of tensors over the group; the results are this rank's chunk of rows of each."""
+    degree, rank = group.size(), dist.get_rank(group)
+    # (degree, width): line r is what rank r is to have; rows padded to the same count on all ranks
+    parts = [_padded(tensor, degree) for tensor in tensors]
+    send = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
+    receive = send.new_empty(send.shape[1])
+    shapes = [tensor.shape for tensor in tensors]
+    work = dist.reduce_scatter_single(receive, send.view(-1), group=group, async_op=True)
+
+    def finish() -> list[Tensor]:
+        shards, offset = [], 0
+        for rows, *rest in shapes:
+            start, end = row_range(rows, degree, rank)
+            shard = receive[offset : offset + (end - start) * math.prod(rest)].view(end - start, *rest)
+            # A clone where several share the bucket: a view would keep all of it alive.
+            shards.append(shard if len(shapes) == 1 else shard.clone())
+            offset += chunk_rows((rows,), degree) * math.prod(rest)
+        return shards
+
+    return work, finish
+
+
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """The sum of each tensor over the group; those given may be overwritten."""
+    return _bucketed(tensors, group, begin_all_reduce)
 
 
 def reduce_scatter_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Sum each tensor over the group and return this rank's chunk of rows of each."""
-    degree = group.size()
-    if degree == 1:
-        return list(tensors)
-    shards: list[Tensor] = [t.new_empty(0) for t in tensors]
+    return _bucketed(tensors, group, begin_reduce_scatter)
+
+
+def _bucketed(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    begin: Callable[[Sequence[Tensor], dist.ProcessGroup], tuple[dist.Work | None, Finish]],
+) -> list[Tensor]:
+    results = list(tensors)
+    if group.size() == 1:
+        return results
     with Pending() as pending:
         for run in buckets(tensors):
-            # (degree, width): line r is what rank r is to have; rows padded to the same count on all ranks
-            parts = [_padded(tensors[i], degree) for i in run]
-            send = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
-            receive = send.new_empty(send.shape[1])
-            work = dist.reduce_scatter_single(receive, send.view(-1), group=group, async_op=True)
+            work, finish = begin([tensors[i] for i in run], group)
 
-            def finish(run: list[int] = run, receive: Tensor = receive, send: Tensor = send) -> None:
-                offset = 0
-                for i in run:
-                    rows, *rest = tensors[i].shape
-                    width = chunk_rows((rows,), degree) * math.prod(rest)
-                    start, end = row_range(rows, degree, dist.get_rank(group))
-                    shard = receive[offset : offset + (end - start) * math.prod(rest)]
-                    # A clone where several share the bucket: a view would keep all of it alive.
-                    shards[i] = (
-                        shard.view(end - start, *rest) if len(run) == 1 else shard.view(end - start, *rest).clone()
-                    )
-                    offset += width
+            def place(run: list[int] = run, finish: Finish = finish) -> None:
+                for i, result in zip(run, finish(), strict=True):
+                    results[i] = result
 
-            pending.add(work, finish)
-    return shards
+            pending.add(work, place)
+    return results
 
 
 def all_gather_rows(shards: Sequence[Tensor], outputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -159,10 +182,6 @@ def _line(shard: Tensor, output: Tensor, degree: int) -> Tensor:
     return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
 
 
-def _unflatten(flat: Tensor, members: Sequence[Tensor]) -> None:
-    for tensor, part in zip(members, torch.split(flat, [t.numel() for t in members]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _nothing() -> None:
-    pass
+def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,7 +1,10 @@
-"""Gradients: summed over micro-batches as they come, over ranks and tied stages once at the end.
+"""Gradients: summed over micro-batches as they come, over ranks as the last of them comes, over tied stages at the end.
 
 What is kept between micro-batches: zero 0, 1 the gradient of the piece; zero 2, 3 that of the shard. What the
 optimizer gets: always the gradient of the master. With zero 1 the last sum is a reduce-scatter, which is both.
+
+Gradients come layer by layer (``graphs.delivering``), last layer first. In the last micro-batch each is complete as it
+comes, so its sum over ranks starts at once, in buckets, and hides behind the backward of the layers before.
 
 A tied parameter lies on several stages. Each sends its gradient to the others at the same place on the data and
 tensor axes and all add them in stage order, so that the copies stay equal to the last bit.
@@ -9,17 +12,52 @@ tensor axes and all add them in stage order, so that the copies stay equal to th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoplan.runtime.collectives import all_reduce, reduce_scatter_rows
+from autoplan.runtime.collectives import (
+    BUCKET_BYTES,
+    Finish,
+    all_reduce,
+    begin_all_reduce,
+    begin_reduce_scatter,
+)
 from autoplan.runtime.mesh import STAGE, Axes
 from autoplan.runtime.params import HeldParam, ParamStore
 from autoplan.runtime.pieces import storage_of
 from autoplan.runtime.precision import master_dtype
+
+BUCKETS = 8  # that the gradients are sent in: with one for each layer or two, most is under way when the last comes
+LEAST_BUCKET_BYTES = 1 << 20  # below it latency outweighs what overlapping wins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """How a gradient is summed over ranks: one bucket holds gradients of one kind."""
+
+    group: str
+    scatter: bool  # the sum is cut over the data ranks
+    then_tensor: bool  # what is left is summed over the tensor axis, after all others
+    dtype: torch.dtype
+
+
+def _kind(held: HeldParam, axes: Axes) -> _Kind | None:
+    """None where the gradient is complete on the rank."""
+    summed = [axis for axis in held.spec.sum_axes if axes.groups[axis].size() > 1]
+    if not summed:
+        return None
+    scatter = "data" in summed and not held.whole
+    return _Kind(
+        group="data" if scatter else STAGE if len(summed) == 2 else summed[0],
+        scatter=scatter,
+        then_tensor=scatter and "tensor" in summed,
+        dtype=master_dtype(held.spec.dtype),
+    )
 
 
 class Gradients:
@@ -31,46 +69,80 @@ class Gradients:
         self._held = [held for held, _ in store.trainable]
         self._sums: list[Tensor | None] = [None] * len(self._held)
         self._tied = tied_layouts(store) if tied is None else tied
+        self._foreign: set[int] = set()
+        self._last = False
+        self._kinds = {i: kind for i, held in enumerate(self._held) if (kind := _kind(held, store.axes)) is not None}
+        total = sum(math.prod(self._held[i].piece_shape) * self._held[i].value.element_size() for i in self._kinds)
+        self._bucket_bytes = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS))
+        self._waiting: dict[_Kind, list[int]] = {}
+        self._started: list[tuple[dist.Work | None, list[int], Finish]] = []
 
-    def add(self, gradients: Sequence[Tensor | None], foreign: set[int]) -> None:
-        """Add one micro-batch's gradients. ``foreign``: addresses of storages that others go on using (``storages``).
+    def begin(self, foreign: set[int], last: bool) -> None:
+        """The gradients of one micro-batch come next. ``foreign``: memory that others go on using (``storages``);
+        ``last``: nothing is added after it."""
+        self._foreign, self._last = set(foreign), last
 
-        The first micro-batch's gradients become the sums themselves where nothing else shares their memory: that
-        saves a second set of gradients when there is one micro-batch.
+    def take(self, places: Sequence[int], gradients: Sequence[Tensor], private: Sequence[bool]) -> None:
+        """Add some of them; ``private`` says whose memory nobody reads or writes from now on.
+
+        The first micro-batch's gradients become the sums themselves where that is so: it saves a copy.
         """
-        assert len(gradients) == len(self._held), f"{len(gradients)} gradients for {len(self._held)} trained parameters"
-        taken = set(foreign)
-        for index, (held, gradient) in enumerate(zip(self._held, gradients, strict=True)):
-            if gradient is None:
-                continue
-            total = self._sums[index]
-            if total is not None:
-                total.add_(gradient)
-                continue
-            address = storage_of(gradient)
-            private = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-            dtype = master_dtype(held.spec.dtype)
-            if private and address not in taken and gradient.dtype == dtype:
-                taken.add(address)
-                self._sums[index] = gradient.detach()
-            else:
-                self._sums[index] = gradient.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        for place, gradient, own in zip(places, gradients, private, strict=True):
+            self._add(place, gradient, own)
+            if self._last:
+                self._complete(place)
+
+    def _add(self, place: int, gradient: Tensor, private: bool) -> None:
+        total = self._sums[place]
+        if total is not None:
+            total.add_(gradient)
+            return
+        address = storage_of(gradient)
+        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        dtype = master_dtype(self._held[place].spec.dtype)
+        if private and alone and address not in self._foreign and gradient.dtype == dtype:
+            self._foreign.add(address)
+            self._sums[place] = gradient.detach()
+        else:
+            self._sums[place] = gradient.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _complete(self, place: int) -> None:
+        """A gradient that waits for its sum over ranks; a full bucket of them is sent off."""
+        kind = self._kinds.get(place)
+        if kind is None:
+            return
+        waiting = self._waiting.setdefault(kind, [])
+        waiting.append(place)
+        if sum(self._require(i).nbytes for i in waiting) >= self._bucket_bytes:
+            self._start(kind)
+
+    def _start(self, kind: _Kind) -> None:
+        places = self._waiting.pop(kind)
+        begin = begin_reduce_scatter if kind.scatter else begin_all_reduce
+        work, finish = begin([self._require(i) for i in places], self._store.axes.groups[kind.group])
+        for i in places:
+            self._sums[i] = None  # the bucket holds it
+        self._started.append((work, places, finish))
 
     def reduce(self) -> None:
         """Finish the sums and hand them to the masters as ``.grad``. Every rank of the plan calls this."""
-        store, groups = self._store, self._store.axes.groups
-        for axes, scatter, indices in self._by_reduction():
-            tensors = [self._require(i) for i in indices]
-            if scatter:
-                tensors = reduce_scatter_rows(tensors, groups["data"])
-                for i, shard in zip(indices, tensors, strict=True):
-                    self._sums[i] = shard
-                axes = tuple(axis for axis in axes if axis != "data")
-            if axes:
-                all_reduce(tensors, groups[STAGE if len(axes) == 2 else axes[0]])
+        store = self._store
+        for kind in list(self._waiting):
+            self._start(kind)
+        for work, places, finish in self._started:
+            assert work is not None, "an asynchronous collective returns its work to every member of the group"
+            work.wait()
+            for i, total in zip(places, finish(), strict=True):
+                self._sums[i] = total
+        self._started.clear()
+        later = [i for i, kind in self._kinds.items() if kind.then_tensor]
+        for i, total in zip(
+            later, all_reduce([self._require(i) for i in later], store.axes.groups["tensor"]), strict=True
+        ):
+            self._sums[i] = total
         self._add_tied()
-        for (_, master), gradient in zip(store.trainable, self._sums, strict=True):
-            master.grad = gradient
+        for index, (_, master) in enumerate(store.trainable):
+            master.grad = self._require(index)
 
     def clear(self) -> None:
         self._sums = [None] * len(self._held)
@@ -81,16 +153,6 @@ class Gradients:
         gradient = self._sums[index]
         assert gradient is not None, f"no gradient for {self._held[index].spec.name}: the program left it out"
         return gradient
-
-    def _by_reduction(self) -> Iterable[tuple[tuple[str, ...], bool, list[int]]]:
-        """(axes to sum over, whether the data sum is a reduce-scatter, parameters), alike on all ranks of the stage."""
-        kinds: dict[tuple[tuple[str, ...], bool, torch.dtype], list[int]] = {}
-        for index, held in enumerate(self._held):
-            axes = held.spec.sum_axes
-            if axes:
-                scatter = "data" in axes and not held.whole
-                kinds.setdefault((axes, scatter, master_dtype(held.spec.dtype)), []).append(index)
-        return [(axes, scatter, indices) for (axes, scatter, _), indices in kinds.items()]
 
     def _add_tied(self) -> None:
         """Add what other stages found for the parameters they share with this one."""

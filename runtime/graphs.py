@@ -1,18 +1,29 @@
-"""Calling an fx graph so that each tensor it is given is freed after its last use.
+"""Calling an fx graph so that each tensor it is given is freed after its last use, and gradients leave as they come.
 
 A plain call holds all arguments until it returns: the activations of a micro-batch would live through the whole of
 its backward, beside the gradients that take their place. Here the graph takes one list and empties it (the "boxed"
 convention).
+
+A backward graph returns its parameters' gradients last. ``delivering`` hands them to a sink layer by layer instead:
+they can be added up and let go at once, and their sum over ranks can begin while the layers before still run.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from autoplan.rewrite import collectives
+
+Sink = Callable[[Sequence[int], Sequence[Tensor], Sequence[bool]], None]
+"""Takes gradients: their places among all, themselves, and of each whether its memory is its own."""
+
+DeliveringGraph = Callable[[list[Tensor], Sink], tuple[Tensor | None, ...]]
 BoxedGraph = Callable[[list[Tensor]], tuple[Tensor | None, ...]]
 
 
@@ -26,14 +37,7 @@ def take_all(arguments: list[Tensor]) -> tuple[Tensor, ...]:
 def boxed(module: fx.GraphModule) -> BoxedGraph:
     """``module`` as a function of one list, which it empties. fx drops every value after its last use by itself."""
     graph = fx.Graph()
-    values: dict[fx.Node, Any] = {}
-    taken = graph.call_function(take_all, (graph.placeholder("arguments"),))
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for position, node in enumerate(placeholders):
-        if node.users:
-            values[node] = graph.call_function(operator.getitem, (taken, position))
-        else:
-            values[node] = None
+    values = _unboxed(graph, module.graph)
     result = graph.graph_copy(module.graph, values)
     graph.output(result)
     compiled = fx.GraphModule(module, graph)
@@ -43,3 +47,100 @@ def boxed(module: fx.GraphModule) -> BoxedGraph:
         return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
     return call
+
+
+def deliver(sink: Sink, places: Sequence[int], gradients: Sequence[Tensor], private: Sequence[bool]) -> None:
+    """What a delivering graph calls after each layer."""
+    sink(places, gradients, private)
+
+
+def delivering(module: fx.GraphModule, kept: int) -> DeliveringGraph:
+    """``module`` boxed, returning the first ``kept`` of its results; the others go to a sink as soon as their layer is
+    done, each with its place among them. ``None`` among them is not delivered."""
+    graph = fx.Graph()
+    values = _unboxed(graph, module.graph)
+    sink = graph.placeholder("sink")
+    results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    places: dict[fx.Node, list[int]] = {}
+    for place, node in enumerate(results[kept:]):
+        if isinstance(node, fx.Node):
+            places.setdefault(node, []).append(place)
+    private = _private(list(module.graph.nodes), results[:kept], list(places))
+    waiting: list[tuple[int, fx.Node]] = []
+
+    def flush() -> None:
+        if waiting:
+            own = [private[node] and len(places[node]) == 1 for _, node in waiting]
+            graph.call_function(deliver, (sink, [p for p, _ in waiting], [values[n] for _, n in waiting], own))
+            waiting.clear()
+
+    unit: object = None
+    for node in module.graph.nodes:
+        if node.op == "output":
+            flush()
+            graph.output(tuple(fx.node.map_arg(results[:kept], values.__getitem__)))
+        elif node.op != "placeholder":
+            if node.meta.get("unit") != unit:
+                flush()
+                unit = node.meta.get("unit")
+            values[node] = graph.node_copy(node, values.__getitem__)
+        waiting.extend((place, node) for place in places.get(node, ()))
+    compiled = fx.GraphModule(module, graph)
+
+    def call(arguments: list[Tensor], sink: Sink) -> tuple[Tensor | None, ...]:
+        return tuple(compiled(arguments, sink))
+
+    return call
+
+
+def _unboxed(graph: fx.Graph, source: fx.Graph) -> dict[fx.Node, Any]:
+    """The placeholders of ``source``, as items of the one list that ``graph`` takes."""
+    taken = graph.call_function(take_all, (graph.placeholder("arguments"),))
+    values: dict[fx.Node, Any] = {}
+    for position, node in enumerate(node for node in source.nodes if node.op == "placeholder"):
+        values[node] = graph.call_function(operator.getitem, (taken, position)) if node.users else None
+    return values
+
+
+# Calls whose result may lie in the memory of their first operand though their schema does not say so.
+_MAY_ALIAS = {"reshape", "_reshape_alias", "_unsafe_view", "contiguous", "to", "lift_fresh"}
+
+
+def _private(nodes: Sequence[fx.Node], returned: Sequence[Any], delivered: Sequence[fx.Node]) -> dict[fx.Node, bool]:
+    """Of each delivered gradient whether it alone lies in its memory from then on: no argument, no result, no other
+    gradient does, and nothing after it reads there."""
+    position = {node: at for at, node in enumerate(nodes)}
+    root: dict[fx.Node, fx.Node] = {}
+    last_read: dict[fx.Node, int] = {}
+    for node in nodes:
+        operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        root[node] = root[operand] if operand is not None and _may_alias(node) else node
+        reads = [position[user] for user in node.users if user.op != "output"]
+        last_read[root[node]] = max([last_read.get(root[node], 0), *reads])
+    taken = Counter(root[node] for node in delivered)
+    kept = {root[node] for node in returned if isinstance(node, fx.Node)}
+    return {
+        node: root[node].op != "placeholder"
+        and root[node] not in kept
+        and taken[root[node]] == 1
+        and last_read[root[node]] <= position[node]
+        for node in delivered
+    }
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether the result may lie in the first operand's memory."""
+    target = node.target
+    if (
+        target is operator.getitem
+    ):  # results of one ATen call lie apart, unless they are views; ours may be cut from one
+        source = node.args[0]
+        return not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload) or _views(source)
+    return target is collectives.move or _views(node)
+
+
+def _views(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return bool(target.is_view) or str(target).removeprefix("aten.").split(".")[0] in _MAY_ALIAS

@@ -18,7 +18,7 @@ from autoplan.errors import LegalityError
 from autoplan.plans import Plan
 from autoplan.rewrite.program import StageProgram, ValueSpec
 from autoplan.runtime.gradients import Gradients, storages
-from autoplan.runtime.graphs import boxed
+from autoplan.runtime.graphs import boxed, delivering
 from autoplan.runtime.mesh import Axes
 from autoplan.runtime.params import ParamStore
 from autoplan.runtime.pieces import storage_of
@@ -37,7 +37,8 @@ class StageRunner:
         self._store = store
         self._gradients = gradients
         self._forward = boxed(program.forward)
-        self._backward = boxed(program.backward)
+        self._returned = sum(spec.grad for spec in program.activations)
+        self._backward = delivering(program.backward, self._returned)
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._tangents: Sequence[Tensor] = ()
 
@@ -63,17 +64,14 @@ class StageRunner:
         return tuple(tensors[:count]), [*buffers, *tensors[count:end]]
 
     def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Gradients of the activations; those of the parameters are added up. Empties ``saved``."""
+        """Gradients of the activations; those of the parameters go to ``Gradients`` layer by layer. Empties
+        ``saved``."""
         self._observe(f"B{index}")
         buffers = len(self._store.buffers)
         arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
         saved.clear()
-        foreign = storages(arguments)
-        results = self._backward(arguments)
-        count = sum(spec.grad for spec in self._program.activations)
-        passed = [g for g in results[:count] if g is not None]
-        self._gradients.add(results[count:], foreign | storages(passed))
-        return results[:count]
+        self._gradients.begin(foreign=storages(arguments), last=index == len(self._inputs) - 1)
+        return self._backward(arguments, self._gradients.take)
 
 
 class LoopSchedule:

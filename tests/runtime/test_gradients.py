@@ -15,6 +15,12 @@ from autoplan.runtime.pieces import row_range
 from tests.runtime.programs import Case, axes_for
 
 
+def add(sums: Gradients, gradients: list[torch.Tensor], foreign: set[int]) -> None:
+    """One micro-batch's gradients, all said to be nobody else's: what they share is seen from their memory."""
+    sums.begin(foreign, last=False)
+    sums.take(range(len(gradients)), gradients, [True] * len(gradients))
+
+
 def shared_memory(rank: int, world: int) -> None:
     case = Case()
     axes = axes_for(case)
@@ -24,7 +30,7 @@ def shared_memory(rank: int, world: int) -> None:
     for _ in range(2):
         twice = torch.ones(8, dtype=torch.float64)  # two parameters have one gradient, in the same memory
         rest = [torch.ones(held.value.shape, dtype=torch.float64) for held in store.params[2:]]
-        sums.add([activation, twice, *rest[:1], twice[:6], *rest[2:]], storages([activation]))
+        add(sums, [activation, twice, *rest[:1], twice[:6], *rest[2:]], storages([activation]))
     sums.reduce()
     for held, master in store.trainable:
         assert master.grad is not None
@@ -32,7 +38,7 @@ def shared_memory(rank: int, world: int) -> None:
     assert (activation == 1).all()
     private = torch.full((6, 8), 3.0, dtype=torch.float64)
     sums.clear()
-    sums.add([activation, twice, private, twice[:6], *rest[2:]], storages([activation]))
+    add(sums, [activation, twice, private, twice[:6], *rest[2:]], storages([activation]))
     sums.reduce()
     master = store.params[2].master
     assert master is not None
@@ -50,8 +56,7 @@ def rows(rank: int, world: int) -> None:
         assert torch.equal(shard, whole[slice(*row_range(whole.shape[0], world, rank))] * 6)
     outputs = [torch.empty(s) for s in shapes]
     all_gather_rows(shards, outputs, group)
-    all_reduce(wholes, group)
-    for whole, output in zip(wholes, outputs, strict=True):
+    for whole, output in zip(all_reduce(wholes, group), outputs, strict=True):
         assert torch.equal(output, whole * 2)
 
 
