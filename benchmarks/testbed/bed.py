@@ -92,6 +92,8 @@ class Testbed:
             raise UserError(f"this machine cannot shape a testbed; it lacks{lines}\nor go unshaped (--unshaped)")
         check_fits(self.spec, self.machine)
         leftovers.remove_stale()
+        cores = self.world_size * (self.spec.core_fraction or 0.0)
+        leftovers.require_cores(cores, len(self.machine.cores))
         memory = find_controller("memory")
         assert memory is not None  # `missing` looked
         self._controllers = memory, find_controller("cpu") if self.spec.core_fraction is not None else None
@@ -106,6 +108,7 @@ class Testbed:
             ranks=self.world_size,
             namespaces=network.namespaces,
             cgroups=sorted({str(controller.root / self.name) for controller in present}),
+            cores=cores,
         )
         leftovers.save(self._record)
         try:

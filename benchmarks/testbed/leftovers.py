@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from autoplan.errors import UserError
 from benchmarks.testbed.cgroups import remove_groups
 from benchmarks.testbed.linux import processes_in_network, start_ticks
 from benchmarks.testbed.network import remove_namespaces
@@ -31,6 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     namespaces: list[str]
     cgroups: list[str]  # the parents; ranks' cgroups are inside
+    cores: float = 0.0  # that its ranks are held to, together; 0 where they are not held
 
     @property
     def alive(self) -> bool:
@@ -67,6 +69,17 @@ def records() -> list[Record]:
         with suppress(msgspec.DecodeError, FileNotFoundError):
             found.append(msgspec.json.decode(path.read_bytes(), type=Record))
     return found
+
+
+def require_cores(cores: float, have: int) -> None:
+    """Raise UserError where ranks held to ``cores`` together would share them with another testbed's: neither would be
+    what its file says."""
+    for other in records():
+        if other.alive and other.cores and cores and other.cores + cores > have:
+            raise UserError(
+                f"testbed {other.name} (process {other.pid}) holds {other.cores:g} of this machine's {have} cores and "
+                f"this one needs {cores:g}; wait for it to end, or stop it"
+            )
 
 
 def remove(record: Record) -> None:
