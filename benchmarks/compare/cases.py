@@ -86,14 +86,14 @@ MODELS = (
         name="gpt",
         what="GPT-2's architecture, 6 layers of 320",
         config=gpt2(layers=6, width=320, heads=8, vocabulary=BYTES, seq=128),
-        rows=32,
+        rows=16,
         seq=128,
     ),
     ModelCase(
         name="llama",
         what="Llama's architecture, 8 layers of 256, grouped keys and values",
         config=llama(layers=8, width=256, heads=8, kv_heads=4, inner=704, vocabulary=2048, seq=128),
-        rows=32,
+        rows=16,
         seq=128,
     ),
     ModelCase(
