@@ -3,7 +3,7 @@
     document = refine(graph, document, cluster)
 
 The search is exact under sums over layers; a replay knows what those sums leave out (waits, order, what is alive when).
-So the search's pick, its runner-ups and the hand plans are replayed in their order until ``events`` are spent, and
+So the search's pick, the hand plans and the runner-ups are replayed in this order until ``events`` are spent, and
 the fastest that fits becomes the pick. The proof stays what it was, of the search; a note says what the replay changed.
 """
 
@@ -44,7 +44,9 @@ def refine(
     """
     searched = [Alternative(plan=document.plan, estimate=document.estimate), *document.runners_up]
     hand = [a for a in document.hand_plans if a.estimate.fits]
-    afforded = _afforded(graph, [ring for a in [*searched, *hand] for ring in (a, *_with_rings(a))], events)
+    afforded = _afforded(
+        graph, [ring for a in [searched[0], *hand, *searched[1:]] for ring in (a, *_with_rings(a))], events
+    )
     if not afforded:
         return document
     seen: dict[Plan, Alternative] = {}

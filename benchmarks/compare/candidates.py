@@ -24,7 +24,7 @@ from autoplan.search.space import Candidate, Pins
 Kind = Literal["pick", "runner-up", "hand", "sample"]
 
 DRAWS = 60  # for each plan that is wanted; a space may hold too few that are allowed
-SLOWEST = 4.0  # times the pick
+SLOWEST = 2.5  # times the pick
 MIXED = 0.5  # share of sampled plans whose layers differ in ZeRO stage and recompute
 UNEVEN = 0.5  # share whose pipeline is cut anywhere, not evenly
 

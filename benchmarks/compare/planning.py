@@ -15,6 +15,8 @@ from benchmarks.compare.predict import Predictor
 from benchmarks.compare.results import Prediction
 from benchmarks.compare.subjects import Subject
 
+EVENTS = 150_000  # of replays: half a minute, since a comparison is to show the best that planning can do
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -30,7 +32,7 @@ def planned(subject: Subject, cluster: Cluster, *, count: int, seed: int) -> Pla
     problem = remembering(
         problem_of(subject.graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name)
     )
-    document = refine(subject.graph, solve_problem(problem), cluster, optimizer=subject.optimizer)
+    document = refine(subject.graph, solve_problem(problem), cluster, events=EVENTS, optimizer=subject.optimizer)
     planning_s = time.monotonic() - started
     predictor = Predictor(graph=subject.graph, cluster=cluster, optimizer=subject.optimizer)
     chosen = candidates(problem, document, count=count, seed=f"{seed} {case.name}", fits=predictor.fits)
