@@ -120,17 +120,18 @@ class Links:
                 break
             for kind in KINDS:
                 for size in SIZES:
-                    size_bytes = size // (4 * shape.members) * 4 * shape.members
+                    unit = 4 * shape.members  # a number for each member
+                    size_bytes = max(size // unit, 1) * unit
                     call = collective(kind, size_bytes, group, bench.device)
                     if not self._time(kind, shape, size_bytes, call, self.busy(call)):
                         break
 
     def measure_sends(self, seconds: float) -> None:
         """Messages to and fro between neighbours: inside nodes, then between nodes."""
-        shapes = [Shape(members=2, per_node=2)] if self.per_node > 1 else []
-        shapes += [Shape(members=2, per_node=1)] if self.nodes > 1 else []
-        self.bench.phase("sends", len(shapes) * len(SIZES), seconds)
-        for shape in shapes:
+        between = [Shape(members=2, per_node=2)] if self.per_node > 1 else []
+        between += [Shape(members=2, per_node=1)] if self.nodes > 1 else []
+        self.bench.phase("sends", len(between) * len(SIZES), seconds)
+        for shape in between:
             pair = next((pair for pair in self.pairs(shape) if self._rank in pair), None)
             for size in SIZES:
                 idle = to_and_fro(pair, size, self.bench.device, _nothing)
