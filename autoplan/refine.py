@@ -25,7 +25,7 @@ from autoplan.search.planner import Progress
 
 __all__ = ["EVENTS", "affordable", "refine"]
 
-EVENTS = 25_000  # about 5 s of one core: a dry run writes down 5,000 to 10,000 events each second
+EVENTS = 25_000  # about 5 s of one core: a dry run writes down about 5,000 events each second
 
 
 def refine(

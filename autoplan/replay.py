@@ -89,7 +89,7 @@ def replay(
         _, record = dry_run(
             plan,
             stage * width,
-            lambda place, groups: rewrite(graph, plan, place, groups, torch.device("cpu")),
+            lambda place, groups: rewrite(graph, plan, place, groups, torch.device("meta")),
             graph.inputs,
             tensors,
             graph.loss_kind,

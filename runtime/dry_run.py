@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from autoplan.errors import UserError
 from autoplan.plans import Plan
 from autoplan.rewrite.program import Coordinate, InputInfo, StageProgram
-from autoplan.runtime._torch_private import FakeStore, FakeTensorMode
+from autoplan.runtime._torch_private import FakeStore
 from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.optimizer import OptimizerFactory
 from autoplan.runtime.params import ParamStore
@@ -67,30 +68,29 @@ def dry_run(
     ``tensors``: whole shape and dtype of every parameter and buffer by name, and of the global batch's leaves by path.
     Parameters that several stages hold are taken to lie alike on all of them.
     """
-    device = torch.device("cpu")
+    host, device = torch.device("cpu"), torch.device("meta")
     with recorded_world(rank, plan.degrees.size) as recorder:
-        axes = build_axes(plan.degrees, device, NO_TIME_S)
+        axes = replace(build_axes(plan.degrees, host, NO_TIME_S), device=device)
         names = axes.group_names
         groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
         program = rewrite(axes.coordinate, groups)
-        with FakeTensorMode(allow_non_fake_inputs=True):
 
-            def source(name: str) -> Tensor:
-                shape, dtype = tensors[name]
-                return torch.empty(shape, dtype=dtype, device=device)
+        def source(name: str) -> Tensor:
+            shape, dtype = tensors[name]
+            return torch.empty(shape, dtype=dtype, device=device)
 
-            batch = {info.path: source(info.path) for info in inputs}
-            with recorder:
-                store = ParamStore(program, axes, source)
-                tied = {spec.name: True for spec in program.params if spec.tied_stages}
-                step = TrainStep(
-                    program, store, plan, axes, inputs, optimizer,
-                    max_norm=max_norm, loss_kind=loss_kind, tied=tied, observe=recorder.mark,
-                )  # fmt: skip
-                _make_optimizer_state(step)
-                recorder.record = Record(peak_bytes=recorder.live_bytes)
-                step(batch)
-                record = recorder.record
+        batch = {info.path: source(info.path) for info in inputs}
+        with recorder:
+            store = ParamStore(program, axes, source)
+            tied = {spec.name: True for spec in program.params if spec.tied_stages}
+            step = TrainStep(
+                program, store, plan, axes, inputs, optimizer,
+                max_norm=max_norm, loss_kind=loss_kind, tied=tied, observe=recorder.mark,
+            )  # fmt: skip
+            _make_optimizer_state(step)
+            recorder.record = Record(peak_bytes=recorder.live_bytes)
+            step(batch)
+            record = recorder.record
         axes.close()
     return program, record
 

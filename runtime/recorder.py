@@ -1,6 +1,6 @@
 """What one rank does in a step, written down without doing it: every ATen call, every collective, every byte alive.
 
-``Recorder`` is a dispatch mode over fake tensors; ``recording_group`` has a process group of one process that believes
+``Recorder`` is a dispatch mode over meta tensors; ``recording_group`` has a process group of one process that believes
 in the others. Under both, the runtime's own code runs as it is, so what is recorded is what would run.
 
 The record is in program order:
@@ -96,7 +96,7 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it over a ``FakeTensorMode``. ``record`` may be replaced between steps; what is alive is kept."""
+    """Enter it around calls on meta tensors. ``record`` may be replaced between steps; what is alive is kept."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
