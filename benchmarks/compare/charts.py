@@ -75,9 +75,9 @@ def _points(corners: Sequence[tuple[float, float]]) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within a range; every multiple where that would give fewer than three."""
+    """1, 2 and 5 times powers of ten within a range; more of them where that would give fewer than three."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
         found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
         if len(found) >= 3:
             break

@@ -23,7 +23,7 @@ KINDS = ("pick", "runner-up", "hand", "sample")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPage:
     figures: ModelFigures
-    ranking: tuple[Run, ...]  # plans and peers that ran, fastest first
+    ranking: tuple[Run, ...]  # plans, and peers at their best setting, fastest first
     failed_peers: tuple[Run, ...]
     longest_us: float
     timelines: tuple[tuple[Run, Timeline], ...]
@@ -85,7 +85,8 @@ def _shape_page(shape: Shape) -> ShapePage:
 
 def _model_page(shape: Shape, figures: ModelFigures) -> ModelPage:
     runs = shape.of(figures.model.name)
-    ranking = sorted((run for run in runs if run.ok), key=lambda run: run.step_us)
+    peers = [peer.best for peer in figures.peers if peer.best is not None]
+    ranking = sorted([*figures.plans, *peers], key=lambda run: run.step_us)
     longest = max((max(r.step_us, r.prediction.step_us if r.prediction else 0.0) for r in ranking), default=1.0)
     return ModelPage(
         figures=figures,
