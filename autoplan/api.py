@@ -8,6 +8,7 @@ loss = step(batch)
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -354,6 +355,7 @@ def build_step(
     names = axes.group_names
     groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
     program = rewrite(graph, plan, axes.coordinate, groups, device)
+    gc.collect()  # graphs of passes refer to themselves in circles; on CPU ranks what they hold is device memory
     store = ParamStore(program, axes, source)
     return TrainStep(program, store, plan, axes, graph.inputs, optimizer, max_norm=clip_norm, loss_kind=graph.loss_kind)
 

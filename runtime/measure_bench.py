@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -118,8 +119,17 @@ class Bench:
         return [row | {"value": value} for row, value in zip(self.rows, worst, strict=True)]
 
 
-def repeated(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], times: int) -> Callable[[], object]:
-    """A graph of ``times`` equal calls, run as the runtime runs its graphs; no result outlives the next call."""
+def repeated(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    times: int,
+    others: Sequence[Sequence[torch.Tensor]] = (),
+) -> Callable[[], object]:
+    """A graph of ``times`` equal calls, run as the runtime runs its graphs; no result outlives the next call.
+
+    ``others``: more sets of ``args``, all tensors, that take turns with the first.
+    """
     graph = fx.Graph()
     tensors: list[torch.Tensor] = []
 
@@ -133,4 +143,5 @@ def repeated(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     results = [graph.call_function(call, given, named) for _ in range(times)]
     graph.output((results[-1],))
     run = boxed(fx.GraphModule({}, graph))
-    return lambda: run(list(tensors))
+    turns = cycle([tensors, *map(list, others)])
+    return lambda: run(list(next(turns)))

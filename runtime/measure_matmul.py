@@ -16,7 +16,6 @@ faster than they run in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 CPU_LEVELS = (1e5, 1e6, 1e7, 1e8, 1e9, 4e9)
 ACCELERATOR_LEVELS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
 HEADS, HEAD_DIM = 16, 64
-COLD_BYTES = {"cpu": 32 << 20, "accelerator": 256 << 20}  # of operands that take turns: above a core's caches, a chip's
+COLD_BYTES = {"cpu": 16 << 20, "accelerator": 256 << 20}  # of operands that take turns: above a core's caches, a chip's
 MOST_SETS = 64
 Make = Callable[..., Tensor]  # shape -> random tensor
 
@@ -101,9 +100,7 @@ def _in_turns(
     call, args = shape(make, flops)
     cold_bytes = COLD_BYTES["cpu" if device.type == "cpu" else "accelerator"]
     sets = max(1, min(MOST_SETS, cold_bytes // sum(t.nbytes for t in args)))
-    runs = [repeated(call, args, {}, 1), *(repeated(call, shape(make, flops)[1], {}, 1) for _ in range(sets - 1))]
-    turns = cycle(runs)
-    return lambda: next(turns)()
+    return repeated(call, args, {}, 1, [shape(make, flops)[1] for _ in range(sets - 1)])
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
