@@ -1,14 +1,18 @@
-"""A boxed graph frees what it was given after the last use, and gives the same results."""
+"""A boxed graph frees what it was given after the last use and gives the same results; a delivering one hands gradients
+over layer by layer, and knows whose memory is nobody else's."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoplan.runtime.graphs import boxed
+from autoplan.runtime.graphs import boxed, delivering
+
+aten = torch.ops.aten
 
 alive_later: list[bool] = []
 watched: list[Any] = []
@@ -44,3 +48,53 @@ def test_arguments_are_freed_after_their_last_use() -> None:
     for result, value in zip(results, wanted, strict=True):
         assert isinstance(result, Tensor)
         assert torch.equal(result, value)
+
+
+def backward() -> fx.GraphModule:
+    """Results: an activation's gradient, then four parameters': its own, a view of the activation's, none, a view of
+    one that is read afterwards."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+
+    def call(target: object, *args: object, unit: int) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta = {"unit": unit}
+        return node
+
+    own = call(aten.mul.Tensor, x, y, unit=1)
+    read_later = call(aten.add.Tensor, x, y, unit=1)
+    viewed = call(aten.view.default, read_later, [4], unit=1)
+    passed = call(aten.mul.Tensor, read_later, 2.0, unit=0)
+    shared = call(aten.view.default, passed, [4], unit=0)
+    graph.output((passed, own, shared, None, viewed))
+    return fx.GraphModule({}, graph)
+
+
+def test_each_gradient_comes_once_and_after_its_layer() -> None:
+    taken: list[tuple[list[int], list[bool]]] = []
+    values: dict[int, Tensor] = {}
+
+    def sink(places: Sequence[int], gradients: Sequence[Tensor], private: Sequence[bool]) -> None:
+        taken.append((list(places), list(private)))
+        values.update(zip(places, gradients, strict=True))
+
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    arguments = [x, y]
+    (passed,) = delivering(backward(), 1)(arguments, sink)
+    assert arguments == []
+    assert taken == [([0, 3], [True, False]), ([1], [False])]
+    assert passed is not None
+    assert torch.equal(passed, (x + y) * 2)
+    assert torch.equal(values[0], x * y)
+    assert torch.equal(values[1], passed.view(4))
+    assert torch.equal(values[3], (x + y).view(4))
+
+
+def test_a_gradient_of_two_parameters_is_neither_ones_own() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    twice = graph.call_function(aten.mul.Tensor, (x, 2.0))
+    graph.output((twice, twice))
+    taken: list[tuple[list[int], list[bool]]] = []
+    delivering(fx.GraphModule({}, graph), 0)([torch.ones(3)], lambda p, _, own: taken.append((list(p), list(own))))
+    assert taken == [([0, 1], [False, False])]
