@@ -86,7 +86,7 @@ def begin_reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
     shapes = [tensor.shape for tensor in tensors]
     work = dist.reduce_scatter_single(receive, send.view(-1), group=group, async_op=True)
 
-    def finish() -> list[Tensor]:
+    def finish(send: Tensor = send) -> list[Tensor]:  # which must live until the collective is done
         shards, offset = [], 0
         for rows, *rest in shapes:
             start, end = row_range(rows, degree, rank)

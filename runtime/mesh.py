@@ -44,8 +44,9 @@ class Axes:
     def close(self) -> None:
         """Tear the groups down, with their threads and connections; for a process that runs one plan after another.
 
-        Every rank of the mesh calls it.
+        Every rank of the mesh calls it, and none leaves before all have come: a peer may still be reading.
         """
+        dist.barrier()
         for group in self.groups.values():
             dist.destroy_process_group(group)
 
