@@ -68,10 +68,11 @@ def candidates(
 
     share = max(1, (count - 1) // 3)
     limit_us = SLOWEST * document.estimate.step_us
-    for other in spread_out([a for a in document.runners_up if a.estimate.step_us <= limit_us], pick, share):
-        take("runner-up", other.plan.name, other)
+    # Hand plans first: one that the search came to as well goes by the name that people know.
     for other in spread_out([a for a in document.hand_plans if a.estimate.step_us <= limit_us], pick, share):
         take("hand", other.plan.name, other)
+    for other in spread_out([a for a in document.runners_up if a.estimate.step_us <= limit_us], pick, share):
+        take("runner-up", other.plan.name, other)
     draws = samples(problem, random.Random(seed), limit_us=limit_us)
     for index, other in enumerate(draws):
         if len(found) >= count or index >= DRAWS * count:

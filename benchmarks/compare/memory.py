@@ -12,9 +12,11 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,16 @@ from torch.autograd.profiler import profile
 
 MAPPING_BYTES = 128 * 1024
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_MEMORY_EVENT = "[memory]"
+_COLLECTIVE = "gloo:"  # how the profiler names what gloo's threads do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A block made (above 0) or freed (below), as torch's profiler saw it."""
+
+    at_ns: int
+    address: int
+    size_bytes: int
 
 
 def give_back_freed_memory() -> None:
@@ -74,7 +85,50 @@ def peak_tensor_bytes(step: Callable[[], object], inherited: Iterable[int]) -> i
     with quiet_stderr(), profile(use_cpu=True, profile_memory=True) as profiler:
         step()
     assert profiler.kineto_results is not None
-    events = [event for event in profiler.kineto_results.events() if event.name() == _MEMORY_EVENT]
-    events.sort(key=lambda event: event.start_ns())
-    changes = [int(event.nbytes()) for event in events]
-    return before + max(accumulate(changes, initial=0))
+    spans = [
+        (event.start_ns(), event.end_ns())
+        for event in profiler.kineto_results.events()
+        if event.name().startswith(_COLLECTIVE)
+    ]
+    changes = list(_changes(profiler.kineto_results.experimental_event_tree()))
+    return before + peak_of(changes, spans, set(live_storages()))
+
+
+def _changes(events: Iterable[Any]) -> Iterator[Change]:
+    for event in events:
+        kind, fields = event.typed
+        if kind.name == "Allocation":
+            yield Change(at_ns=event.start_time_ns, address=fields.ptr, size_bytes=fields.alloc_size)
+        yield from _changes(event.children)
+
+
+def peak_of(changes: Iterable[Change], collectives: Sequence[tuple[int, int]], alive: Container[int]) -> int:
+    """The highest sum of the changes, in order of time.
+
+    gloo's threads let go of what a collective was given, often last, and the profiler does not see frees of other
+    threads. So a block that is neither freed nor ``alive`` in the end goes with the first collective (start, end) that
+    began after it was made, and at the latest when its address is given out again.
+    """
+    born: dict[int, Change] = {}
+    ends: list[tuple[int, int]] = []  # (time, bytes)
+
+    def vanish(block: Change, latest_ns: int | None) -> None:
+        carried = [end for start, end in collectives if start >= block.at_ns]
+        times = [min(carried)] if carried else []
+        times += [] if latest_ns is None else [latest_ns]
+        if times:
+            ends.append((min(times), -block.size_bytes))
+
+    for change in sorted(changes, key=lambda change: change.at_ns):
+        earlier = born.pop(change.address, None)
+        if change.size_bytes < 0:
+            ends.append((change.at_ns, change.size_bytes))
+            continue
+        if earlier is not None:
+            vanish(earlier, change.at_ns)
+        born[change.address] = change
+        ends.append((change.at_ns, change.size_bytes))
+    for address, block in born.items():
+        if address not in alive:
+            vanish(block, None)
+    return max(accumulate((size for _, size in sorted(ends)), initial=0))

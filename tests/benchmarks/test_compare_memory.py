@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compare.memory import give_back_freed_memory, live_storages, peak_tensor_bytes
+from benchmarks.compare.memory import Change, give_back_freed_memory, live_storages, peak_of, peak_tensor_bytes
 
 MB = 1_000_000
 
@@ -38,6 +38,24 @@ def test_views_count_once_and_inherited_tensors_not_at_all() -> None:
     made = {address: size for address, size in live_storages().items() if address not in before}
     assert made == {part.untyped_storage().data_ptr(): 5 * MB}
     assert peak_tensor_bytes(lambda: None, live_storages()) == 0
+
+
+def change(at: int, address: int, size: int) -> Change:
+    return Change(at_ns=at, address=address, size_bytes=size)
+
+
+def test_what_gloo_lets_go_of_unseen_goes_with_its_collective() -> None:
+    made = [change(0, 1, 5), change(20, 2, 7)]
+    assert peak_of(made, [], {1, 2}) == 12
+    assert peak_of(made, [(5, 10)], {2}) == 7  # the first went at 10, with the collective that took it
+    assert peak_of(made, [(5, 10)], {1, 2}) == 12  # it is alive: somebody else holds it
+    assert peak_of(made, [(5, 30)], {2}) == 12  # the collective was still running when the second was made
+    assert peak_of(made, [], set()) == 12  # no collective took them: they count to the end
+
+
+def test_an_address_that_is_given_out_again_was_free() -> None:
+    assert peak_of([change(0, 1, 5), change(10, 1, 6)], [], {1}) == 6
+    assert peak_of([change(0, 1, 5), change(4, 1, -5), change(10, 1, 6), change(11, 2, 3)], [], {1, 2}) == 9
 
 
 def test_freed_tensors_go_back_at_once() -> None:
