@@ -74,7 +74,7 @@ def plan(
     document = plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
     if dist.is_initialized() or not affordable(graph, document.plan):
         return document
-    return refine(unfold(graph), document, cluster, progress=tell)
+    return refine(unfold(graph), document, cluster, hand_plans=pins in (None, Pins()), progress=tell)
 
 
 def plan_graph(
@@ -273,6 +273,7 @@ class CompiledStep:
                     graph,
                     document,
                     self._cluster,
+                    hand_plans=self._pins in (None, Pins()),
                     optimizer=self._optimizer,
                     clip_norm=self._clip_norm,
                     progress=self._progress,

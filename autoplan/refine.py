@@ -34,16 +34,18 @@ def refine(
     cluster: Cluster,
     *,
     events: int = EVENTS,
+    hand_plans: bool = True,
     optimizer: OptimizerFactory | None = None,
     clip_norm: float | None = None,
     progress: Progress | None = None,
 ) -> PlanDocument:
     """``document`` with the best few of its plans replayed, and the best of those first. ``graph`` is unfolded.
 
+    ``hand_plans``: whether one of them may become the plan; not where the caller made decisions that they don't know.
     Unchanged where even the pick's replay would take more than ``events``.
     """
     searched = [Alternative(plan=document.plan, estimate=document.estimate), *document.runners_up]
-    hand = [a for a in document.hand_plans if a.estimate.fits]
+    hand = [a for a in document.hand_plans if a.estimate.fits] if hand_plans else []
     afforded = _afforded(
         graph, [ring for a in [searched[0], *hand, *searched[1:]] for ring in (a, *_with_rings(a))], events
     )
@@ -68,7 +70,8 @@ def refine(
     searched += [a for a in seen.values() if a.plan.fused_matmul and a not in searched]
     fitting = [a for a in seen.values() if a.estimate.fits]
     best = min(fitting, key=lambda a: a.estimate.predicted_us) if fitting else searched[0]
-    others = sorted((a for a in searched if a is not best), key=_standing)
+    chosen = structs.replace(best.plan, name="")
+    others = sorted((a for a in searched if structs.replace(a.plan, name="") != chosen), key=_standing)
     settled = structs.replace(
         document,
         plan=structs.replace(best.plan, name=document.plan.name),

@@ -34,7 +34,7 @@ def test_a_replica_of_some_model_does_not_fit_in_the_tight_shape() -> None:
     limit = TestbedSpec.from_toml(CLUSTERS / "tight-memory.toml").cluster.memory_bytes
     states = {case.name: 16 * sum(p.numel() for p in case.build().parameters()) for case in MODELS}
     # AdamW's state alone leaves less than a process and the activations of one row take
-    assert limit - states["wide-vocabulary"] < 80_000_000
+    assert limit - states["wide-vocabulary"] < 90_000_000
     assert min(states.values()) < limit / 1.5
 
 

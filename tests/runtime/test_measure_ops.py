@@ -88,7 +88,7 @@ def test_rows_of_products_and_attention_say_what_planning_counts(monkeypatch: py
     seen: list[tuple[NodeCount, str]] = []
     from autoplan.runtime import measure_matmul
 
-    def noted(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], times: int) -> Any:
+    def noted(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], times: int, others: Any = ()) -> Any:
         seen.append(counted(call, args, kwargs, call(*args, **kwargs)))
         return lambda: None
 
