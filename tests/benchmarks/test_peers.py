@@ -73,6 +73,7 @@ def _train_both(rank: int, ranks: int) -> None:
         _train(rank, ranks, name, 2)
 
 
+@pytest.mark.slow  # four ranks import all that torch and transformers have
 @pytest.mark.processes
 def test_two_axes_give_the_losses_of_one_process(run_ranks: Callable[..., None]) -> None:
     run_ranks(_train_both, 4)
