@@ -72,9 +72,7 @@ def plan(
     tell("capturing the model", 0, 1)
     graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True)
     document = plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
-    if dist.is_initialized() or not affordable(graph, document.plan):
-        return document
-    return refine(unfold(graph), document, cluster, hand_plans=pins in (None, Pins()), progress=tell)
+    return _settled(graph, document, cluster, pins, progress=tell)
 
 
 def plan_graph(
@@ -111,6 +109,30 @@ def plan_graph(
             "running it needs them off: set the dropout probabilities to 0 or call model.eval()."
         )
     return document.with_notes(tuple(notes))
+
+
+def _settled(
+    graph: Graph,
+    document: PlanDocument,
+    cluster: Cluster,
+    pins: Pins | None,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+    progress: Progress,
+) -> PlanDocument:
+    """``document`` refined, where replays are affordable and no process group is in their way."""
+    if dist.is_initialized() or not affordable(graph, document.plan):
+        return document
+    return refine(
+        unfold(graph),
+        document,
+        cluster,
+        hand_plans=pins in (None, Pins()),
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        progress=progress,
+    )
 
 
 def _whole_batch(pins: Pins, rows: int, mixing: str) -> Pins:
@@ -268,16 +290,15 @@ class CompiledStep:
                 pins=self._pins,
                 progress=self._progress,
             )
-            if not dist.is_initialized() and affordable(graph, document.plan):
-                document = refine(
-                    graph,
-                    document,
-                    self._cluster,
-                    hand_plans=self._pins in (None, Pins()),
-                    optimizer=self._optimizer,
-                    clip_norm=self._clip_norm,
-                    progress=self._progress,
-                )
+            document = _settled(
+                graph,
+                document,
+                self._cluster,
+                self._pins,
+                optimizer=self._optimizer,
+                clip_norm=self._clip_norm,
+                progress=self._progress,
+            )
         except UserError as error:
             return None, error
         return document, None

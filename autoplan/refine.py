@@ -4,7 +4,8 @@
 
 The search is exact under sums over layers; a replay knows what those sums leave out (waits, order, what is alive when).
 So the search's pick, the hand plans and the runner-ups are replayed in this order until ``events`` are spent, and
-the fastest that fits becomes the pick. The proof stays what it was, of the search; a note says what the replay changed.
+the fastest that fits becomes the pick. The proof is the search's bound, held to the plan that was chosen; a note says
+what the replay changed.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections.abc import Iterator
 
 from msgspec import structs
 
+from autoplan import units
 from autoplan.capture.graph import Graph
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import LegalityError
-from autoplan.plans import Alternative, Plan, PlanDocument, Replayed
+from autoplan.plans import Alternative, Estimate, Plan, PlanDocument, Proof, Replayed
 from autoplan.replay import replay
-from autoplan.report import units
 from autoplan.runtime.optimizer import OptimizerFactory
 from autoplan.search.explain import describe, why
-from autoplan.search.planner import Progress
+from autoplan.search.planner import SAME, Progress
 
 __all__ = ["EVENTS", "affordable", "refine"]
 
@@ -46,9 +47,8 @@ def refine(
     """
     searched = [Alternative(plan=document.plan, estimate=document.estimate), *document.runners_up]
     hand = [a for a in document.hand_plans if a.estimate.fits] if hand_plans else []
-    afforded = _afforded(
-        graph, [ring for a in [searched[0], *hand, *searched[1:]] for ring in (a, *_with_rings(a))], events
-    )
+    ranked = [searched[0], *hand, *searched[1:]]
+    afforded = _afforded(graph, [each for a in ranked for each in (a, *_with_rings(a))], events)
     if not afforded:
         return document
     seen: dict[Plan, Alternative] = {}
@@ -75,14 +75,21 @@ def refine(
     settled = structs.replace(
         document,
         plan=structs.replace(best.plan, name=document.plan.name),
-        estimate=structs.replace(best.estimate, proof=document.estimate.proof),
+        estimate=structs.replace(best.estimate, proof=_proof(document.estimate.proof, best.estimate)),
         hand_plans=tuple(seen.get(a.plan, a) for a in document.hand_plans),
         runners_up=tuple(
             structs.replace(a, plan=structs.replace(a.plan, name=f"runner-up {n}")) for n, a in enumerate(others, 1)
         ),
     )
-    other_notes = [note for note in document.notes if note not in why(document)]
+    reasons = why(document)
+    other_notes = [note for note in document.notes if note not in reasons]
     return settled.with_notes((*why(settled), _said(searched[0], best, len(seen)), *other_notes, *refused))
+
+
+def _proof(proof: Proof, estimate: Estimate) -> Proof:
+    """What the search's bound says of the plan that was chosen, which need not be the one it was proved for."""
+    gap = max(0.0, 1 - proof.bound_us / estimate.step_us)
+    return proof if gap <= SAME else structs.replace(proof, status="gap", gap=gap)
 
 
 def _with_rings(alternative: Alternative) -> Iterator[Alternative]:

@@ -86,7 +86,7 @@ def replay(
     programs: list[list[Step]] = []
     tensor_bytes: list[int] = []
     for stage in range(plan.degrees.pipe):
-        _, record = dry_run(
+        record = dry_run(
             plan,
             stage * width,
             lambda place, groups: rewrite(graph, plan, place, groups, torch.device("meta")),
@@ -96,7 +96,7 @@ def replay(
             optimizer,
             clip_norm,
         )
-        programs.append([prices.step(event) for event in record.events])
+        programs.append([prices.step(event, stage) for event in record.events])
         tensor_bytes.append(record.peak_bytes)
     device = cluster.device
     ran = simulate_programs(programs, comm_slowdown=device.comm_slowdown)
@@ -121,33 +121,32 @@ class _Prices:
         self._width = plan.degrees.data * plan.degrees.tensor
         self._known: dict[recorder.Operation, Work] = {}
 
-    def step(self, event: recorder.Event) -> Step:
+    def step(self, event: recorder.Event, stage: int) -> Step:
         if isinstance(event, recorder.Call):
             return self._work(event.operation)
         if isinstance(event, recorder.Wait):
             return Wait(event.key)
         if isinstance(event, recorder.Mark):
             return Mark(event.name)
-        return self._start(event)
+        return self._start(event, stage)
 
-    def _start(self, event: recorder.Start) -> Start:
+    def _start(self, event: recorder.Start, stage: int) -> Start:
         cluster = self._cluster
         if event.kind in ("send", "receive"):
-            (peer,) = event.ranks
-            # Each rank meets the one at its own place in the other stage, so one pair speaks for all.
-            inter = self._plan.degrees.pipe > 1 and self._crosses_nodes(peer)
-            time_us = collective_time_us("send", event.size_bytes, GroupShape.pair(inter=inter), cluster)
-            return Start(event.key, event.kind, "send", (peer // self._width,), float(time_us))
-        shape = group_shape(event.ranks, cluster)
+            other = event.ranks[0] // self._width
+            pair = GroupShape.pair(inter=self._crosses_nodes(stage, other))
+            time_us = collective_time_us("send", event.size_bytes, pair, cluster)
+            return Start(event.key, event.kind, "send", (other,), float(time_us))
+        shape = GroupShape.of(event.ranks, cluster)
         time_us = collective_time_us(event.kind, event.size_bytes, shape, cluster)
         stages = tuple(sorted({rank // self._width for rank in event.ranks}))
         channel = "inter" if shape.nodes > 1 else "intra"
         return Start(event.key, event.kind, channel, stages, float(time_us))
 
-    def _crosses_nodes(self, peer: int) -> bool:
-        stage, place = divmod(peer, self._width)
-        others = [s * self._width + place for s in (stage - 1, stage + 1) if 0 <= s < self._plan.degrees.pipe]
-        return any(self._cluster.node_of(other) != self._cluster.node_of(peer) for other in others)
+    def _crosses_nodes(self, stage: int, other: int) -> bool:
+        """Whether any rank of a stage has its counterpart in the other stage on another node."""
+        node_of, width = self._cluster.node_of, self._width
+        return any(node_of(stage * width + place) != node_of(other * width + place) for place in range(width))
 
     def _work(self, operation: recorder.Operation) -> Work:
         if operation not in self._known:
@@ -180,19 +179,11 @@ class _Prices:
         hop_us = collective_time_us(
             "send",
             prod(travels.sizes) * travels.dtype.itemsize,
-            GroupShape.pair(inter=group_shape(operation.ranks, self._cluster).nodes > 1),
+            GroupShape.pair(inter=GroupShape.of(operation.ranks, self._cluster).nodes > 1),
             self._cluster,
         )
         product_us = node_time_us(price_of(product), device, self._plan.precision)
         return ring_matmul_us(ranks, float(hop_us), product_us, device.comm_slowdown)
-
-
-def group_shape(ranks: tuple[int, ...], cluster: Cluster) -> GroupShape:
-    """How these ranks sit on nodes."""
-    per_node: dict[int, int] = {}
-    for rank in ranks:
-        per_node[cluster.node_of(rank)] = per_node.get(cluster.node_of(rank), 0) + 1
-    return GroupShape(size=len(ranks), per_node=min(per_node.values()))
 
 
 def price_of(operation: recorder.Operation) -> NodePrice:

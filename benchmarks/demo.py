@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoplan import api
+from autoplan import api, units
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.models.text import BYTES, ByteText
 from autoplan.plans import PlanDocument
-from autoplan.report import report_html, report_markdown, report_text, units
+from autoplan.report import report_html, report_markdown, report_text
 from autoplan.runtime.launch import Session, launch
 
 RANKS = 4

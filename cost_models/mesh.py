@@ -7,6 +7,7 @@ ranks and fall inside a node; pipe neighbours, which communicate least, are furt
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class GroupShape:
     def nodes(self) -> int:
         """Nodes that the group spans."""
         return -(-self.size // self.per_node)
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], cluster: Cluster) -> "GroupShape":
+        """These ranks, as they sit on the nodes of ``cluster``."""
+        return cls(size=len(ranks), per_node=min(Counter(map(cluster.node_of, ranks)).values()))
 
     @classmethod
     def pair(cls, *, inter: bool) -> "GroupShape":

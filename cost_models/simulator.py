@@ -11,8 +11,7 @@ Communication takes its turn on a *channel* (a link level of one stage, or one d
 come, first served. A collective that spans stages begins when the last of them has come. A send and the receive that
 meets it (in order, for each pair of stages) begin when both have been posted, which is what gloo and NCCL do.
 
-Compute and communication slow each other down: while a stage communicates its compute takes ``1 + comm_slowdown`` times
-as long, and what it communicates while it computes takes ``1 + compute_slowdown`` times as long.
+While a stage communicates its compute takes ``1 + comm_slowdown`` times as long (``Device.comm_slowdown``).
 """
 
 from __future__ import annotations
@@ -88,14 +87,12 @@ class Simulation:
 
 @dataclass(slots=True)
 class _Flight:
-    """A communication of one stage. Work of compute that runs beside it stretches it: ``end_us`` moves."""
+    """A communication as one stage sees it."""
 
     kind: str
     start_us: float = 0.0
     end_us: float = 0.0
-    known: bool = False
-    channel: tuple[int, str] = (0, "")
-    partners: list[_Flight] = field(default_factory=list)  # the same communication as other stages see it
+    known: bool = False  # everybody has come, so its times are known
 
 
 @dataclass(slots=True)
@@ -127,9 +124,9 @@ class _Stage:
 
 
 class _Simulator:
-    def __init__(self, programs: Sequence[Sequence[Step]], comm_slowdown: float, compute_slowdown: float) -> None:
+    def __init__(self, programs: Sequence[Sequence[Step]], comm_slowdown: float) -> None:
         self.stages = [_Stage(program) for program in programs]
-        self.comm_slowdown, self.compute_slowdown = comm_slowdown, compute_slowdown
+        self.comm_slowdown = comm_slowdown
         self.free_us: dict[tuple[int, str], float] = defaultdict(float)  # (stage, channel) -> when it is free again
         # Posted and not yet met: (from, to) -> sends, receives; (kind, stages, which one) -> collectives.
         self.sends: dict[tuple[int, int], deque[tuple[float, Start, _Flight]]] = defaultdict(deque)
@@ -180,35 +177,19 @@ class _Simulator:
         return stage.position > begun
 
     def _work(self, stage: _Stage, time_us: float) -> None:
-        """Compute, slower while something is in flight, which is slower in turn."""
+        """Compute, slower while something is in flight."""
         stage.compute_us += time_us
         left_us = time_us
         while left_us > 0:
             now_us = stage.clock_us
             stage.active = [f for f in stage.active if f.end_us > now_us]
-            running = [f for f in stage.active if f.start_us <= now_us]
-            coming = [f.start_us for f in stage.active if f.start_us > now_us]
-            if not running:
-                step_us = min([left_us, *(c - now_us for c in coming)])
-                stage.clock_us += step_us
-                left_us -= step_us
-                continue
-            pace = 1 + self.comm_slowdown
-            stretch = 1 + self.compute_slowdown
-            flight = min(running, key=lambda f: f.end_us)
-            # Beside compute a flight's remaining time passes 1/stretch as fast.
-            wall_us = min([left_us * pace, (flight.end_us - now_us) * stretch, *(c - now_us for c in coming)])
+            flying = any(f.start_us <= now_us for f in stage.active)
+            pace = 1 + self.comm_slowdown if flying else 1.0
+            # until the next one begins or ends
+            changes = [f.end_us if f.start_us <= now_us else f.start_us for f in stage.active]
+            wall_us = min([left_us * pace, *(at - now_us for at in changes)])
             stage.clock_us += wall_us
             left_us -= wall_us / pace
-            delay_us = wall_us * (1 - 1 / stretch)
-            if delay_us > 0:
-                for f in running:
-                    self._delay(f, delay_us)
-
-    def _delay(self, flight: _Flight, delay_us: float) -> None:
-        for f in (flight, *flight.partners):
-            f.end_us += delay_us
-            self.free_us[f.channel] = max(self.free_us[f.channel], f.end_us)
 
     def _post(self, index: int, start: Start) -> None:
         stage = self.stages[index]
@@ -237,16 +218,11 @@ class _Simulator:
         """Everybody is there: the communication begins when the channels of all are free."""
         start_us = max(max(posted_us, self.free_us[i, channel]) for i, posted_us, _, _ in posts)
         end_us = start_us + max(start.time_us for _, _, start, _ in posts)
-        flights = [flight for _, _, _, flight in posts]
         for index, _, _, flight in posts:
             flight.start_us, flight.end_us, flight.known = start_us, end_us, True
-            flight.channel = (index, channel)
-            flight.partners = [f for f in flights if f is not flight]
             self.free_us[index, channel] = end_us
 
 
-def simulate_programs(
-    programs: Sequence[Sequence[Step]], *, comm_slowdown: float = 0.0, compute_slowdown: float = 0.0
-) -> Simulation:
+def simulate_programs(programs: Sequence[Sequence[Step]], *, comm_slowdown: float = 0.0) -> Simulation:
     """Run one program for each stage. Raises UserError where they wait for each other for ever."""
-    return _Simulator(programs, comm_slowdown, compute_slowdown).run()
+    return _Simulator(programs, comm_slowdown).run()

@@ -59,8 +59,8 @@ def dry_run(
     loss_kind: LossKind,
     optimizer: OptimizerFactory | None = None,
     max_norm: float | None = None,
-) -> tuple[StageProgram, Record]:
-    """What ``rank`` does in a steady step of ``plan``, and the program that it runs.
+) -> Record:
+    """What ``rank`` does in a steady step of ``plan``.
 
     Memory counts what the step itself allocates and keeps: values, gradients, optimizer state, activations, buffers of
     collectives, the micro-batches. The caller's batch and the process are not in it.
@@ -92,7 +92,7 @@ def dry_run(
             step(batch)
             record = recorder.record
         axes.close()
-    return program, record
+    return record
 
 
 def _make_optimizer_state(step: TrainStep) -> None:

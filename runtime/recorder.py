@@ -10,14 +10,14 @@ The record is in program order:
     Wait     the program goes on only when ``key`` is done
     Mark     a part of the step begins ("F0", "B0", "reduce", "optimizer", …)
 
-``live_bytes`` of each is what tensors held after it: storages, from their first appearance until nothing refers to
-them.
+``Record.peak_bytes`` is the most that tensors held at a time: storages, from their first appearance until nothing
+refers to them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,6 @@ class Operation:
 @dataclass(frozen=True, slots=True)
 class Call:
     operation: Operation
-    live_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +64,16 @@ class Start:
     kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"
     ranks: tuple[int, ...]  # global, of the group; for "send" and "receive" the peer
     size_bytes: int  # the whole tensor that the group works on (``cost_models.collective``)
-    live_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     key: int
-    live_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     name: str
-    live_bytes: int
 
 
 Event = Call | Start | Wait | Mark
@@ -89,10 +85,6 @@ class Record:
 
     events: list[Event] = field(default_factory=list)
     peak_bytes: int = 0
-
-    @property
-    def operations(self) -> set[Operation]:
-        return {event.operation for event in self.events if isinstance(event, Call)}
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,15 +120,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- what runs
 
     def mark(self, name: str) -> None:
-        self.record.events.append(Mark(name, self.live_bytes))
+        self.record.events.append(Mark(name))
 
     def start(self, kind: str, ranks: Sequence[int], size_bytes: int) -> int:
         self._keys += 1
-        self.record.events.append(Start(self._keys, kind, tuple(ranks), size_bytes, self.live_bytes))
+        self.record.events.append(Start(self._keys, kind, tuple(ranks), size_bytes))
         return self._keys
 
     def wait(self, key: int) -> None:
-        self.record.events.append(Wait(key, self.live_bytes))
+        self.record.events.append(Wait(key))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space == "_c10d_functional":
             self._functional_collective(name.split(".")[0], args, result)
         elif space not in ("prim", "profiler"):
-            self.record.events.append(Call(self._operation(func, args, kwargs, result), self.live_bytes))
+            self.record.events.append(Call(self._operation(func, args, kwargs, result)))
         return result
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation:
@@ -224,16 +216,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(value)
     return value
-
-
-def marks(events: Sequence[Event]) -> Iterator[tuple[str, list[Event]]]:
-    """The events under each mark, in order; those before the first under ""."""
-    name, run = "", list[Event]()
-    for event in events:
-        if isinstance(event, Mark):
-            if name or run:
-                yield name, run
-            name, run = event.name, []
-        else:
-            run.append(event)
-    yield name, run

@@ -65,9 +65,10 @@ class RecordingGroup(dist.ProcessGroup):
         return f"RecordingGroup({self._rank} of {self._size})"
 
     def _start(self, kind: str, tensors: Any, ranks: Sequence[int] | None = None) -> RecordedWork:
+        """``tensors`` make up what the group works on (``recorder.Start.size_bytes``)."""
         recorder = RecordingGroup.recorder
         assert recorder is not None, "a recording group is used only inside recorded_world"
-        size = max((t.nbytes for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)), default=0)
+        size = sum(t.nbytes for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
         members = dist.get_process_group_ranks(self) if ranks is None else ranks
         return RecordedWork(recorder, recorder.start(kind, members, size))
 
@@ -77,10 +78,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._start("all_reduce", tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> RecordedWork:
-        total = sum(t.nbytes for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
-        recorder = RecordingGroup.recorder
-        assert recorder is not None, "a recording group is used only inside recorded_world"
-        return RecordedWork(recorder, recorder.start("all_gather", dist.get_process_group_ranks(self), total))
+        return self._start("all_gather", outputs)
 
     def all_gather_single(self, output: Any, source: Any, opts: Any = None) -> RecordedWork:
         return self._start("all_gather", output)

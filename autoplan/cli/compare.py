@@ -44,7 +44,7 @@ def compare(
 
 def rows(documents: list[PlanDocument]) -> list[tuple[str, list[str]]]:
     """(what, its value in each plan)."""
-    from autoplan.report import units
+    from autoplan import units
     from autoplan.report.facts import facts_of
 
     facts = [facts_of(document) for document in documents]

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoplan import units
 from autoplan.plans import Alternative, Estimate, Plan, PlanDocument, StageMemory
-from autoplan.report import units
 
 ORIGIN_NOTE = "autoplan run: "  # a note for the command line, not for readers (see autoplan/cli/origin.py)
 

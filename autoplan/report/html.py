@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from autoplan import units
 from autoplan.plans import PlanDocument
-from autoplan.report import units
 from autoplan.report.facts import KINDS, PARTS, Facts, Rival, facts_of
 from autoplan.report.timeline import timeline_of
 

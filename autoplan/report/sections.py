@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoplan.report import units
+from autoplan import units
 from autoplan.report.facts import Facts, Rival
 
 

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from autoplan import units
 from autoplan.plans import PlanDocument
-from autoplan.report import units
 from autoplan.report.facts import KINDS, PARTS, Facts, facts_of
 from autoplan.report.sections import Section, Table, sections_of
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from autoplan import units
 from autoplan.errors import UserError
 from autoplan.plans import Alternative, Estimate, Plan, PlanDocument, StageMemory
-from autoplan.report import units
 from autoplan.search.hand_plans import Uniform, rank
 from autoplan.search.space import Candidate, Pins, Space
 
@@ -76,7 +76,7 @@ def _proved(estimate: Estimate) -> str:
     if proof.status == "optimal":
         return f"Proved: no plan in the space is faster ({proof.space})."
     if proof.status == "gap":
-        return f"Stopped at its limit: no plan in the space is faster by more than {proof.gap:.2%} ({proof.space})."
+        return f"By these sums no plan in the space is faster by more than {proof.gap:.2%} ({proof.space})."
     return "The plan was priced, not searched for."
 
 

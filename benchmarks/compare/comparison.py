@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec import structs
 
+from autoplan import units
 from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import InfeasibleError
-from autoplan.report import units
 from benchmarks.compare.calibrate import calibrated
 from benchmarks.compare.planning import Planned, planned
 from benchmarks.compare.results import Model, Run, Shape

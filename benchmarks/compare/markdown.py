@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autoplan.report import units
+from autoplan import units
 from benchmarks.compare.figures import MARGIN, ModelFigures, ShapeFigures, figures_of
 from benchmarks.compare.page import number, percent, signed, what
 from benchmarks.compare.results import Results, Run

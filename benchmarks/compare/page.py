@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from autoplan.report import units
+from autoplan import units
 from autoplan.report.html import TEMPLATES as REPORT_TEMPLATES
 from benchmarks.compare.charts import MemoryBar, Scatter, Timeline, memory_bars, scatter, timeline
 from benchmarks.compare.figures import ModelFigures, ShapeFigures, figures_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from autoplan.report import units
+from autoplan import units
 from benchmarks.compare.results import Outcome, Rank, Run
 from benchmarks.testbed import RankOutcome
 

@@ -29,18 +29,6 @@ def test_work_beside_communication_is_slower() -> None:
     assert simulate_programs([program], comm_slowdown=0.25).makespan_us == pytest.approx(22)
 
 
-def test_communication_beside_work_is_slower() -> None:
-    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(4.0), Wait(1)]
-    # beside 4 us of work the flight gets on by 2; 8 more are left
-    assert simulate_programs([program], compute_slowdown=1.0).makespan_us == pytest.approx(12)
-
-
-def test_both_share_one_resource() -> None:
-    """With both slowed to half, nothing is gained by overlapping."""
-    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(10.0), Wait(1)]
-    assert simulate_programs([program], comm_slowdown=1.0, compute_slowdown=1.0).makespan_us == pytest.approx(20)
-
-
 def test_collectives_of_one_link_take_turns() -> None:
     starts: list[Step] = [Start(1, "all_reduce", "inter", (0,), 10.0), Start(2, "all_reduce", "inter", (0,), 5.0)]
     assert simulate_programs([[*starts, Wait(1), Wait(2)]]).makespan_us == 15

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autoplan import units
 from autoplan.plans import Degrees, PlanDocument
-from autoplan.report import report_html, report_markdown, report_text, units
+from autoplan.report import report_html, report_markdown, report_text
 from autoplan.report.facts import ORIGIN_NOTE, breakdown, facts_of
 from autoplan.report.terminal import print_report
 from autoplan.report.timeline import timeline_of
