@@ -212,6 +212,17 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The step time by the best model that this plan was put through."""
         return self.step_us if self.replayed is None else self.replayed.step_us
 
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the fullest device, by the best model that this plan was put through."""
+        return self.peak_bytes if self.replayed is None else self.replayed.peak_bytes
+
+    def slowdown(self, against: Estimate) -> float:
+        """This step over another's: replay over replay where both were replayed, otherwise sums over sums."""
+        if self.replayed is not None and against.replayed is not None:
+            return self.replayed.step_us / against.replayed.step_us
+        return self.step_us / against.step_us if against.step_us else 1.0
+
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another plan that was weighed: a hand plan, or a runner-up."""

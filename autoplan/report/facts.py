@@ -92,6 +92,7 @@ class Rival:
     name: str
     what: str
     step_us: float
+    sums_us: float  # what ``parts`` add up to
     slowdown: float  # its step over the chosen plan's
     peak_bytes: int
     fits: bool
@@ -108,6 +109,8 @@ class Facts:
     task: str  # "batch 512 × sequence 8,192, bf16"
     fits: bool
     step_us: float
+    replayed: bool  # step_us and peak_bytes are a replay's; breakdown and stages are sums over layers all the same
+    sums_us: float
     tokens_per_s: float
     peak_bytes: int
     limit_bytes: int
@@ -125,10 +128,20 @@ class Facts:
     proof_short: str
     notes: tuple[str, ...]
 
+    @property
+    def sums_hint(self) -> str:
+        """What to say where figures are sums while the headline is a replay; "" where both are sums."""
+        if not self.replayed:
+            return ""
+        return (
+            f"By the sums over layers that the search ranks with, {units.time(self.sums_us)} a step; replayed in "
+            f"simulated time it is {units.time(self.step_us)}."
+        )
+
 
 def facts_of(document: PlanDocument) -> Facts:
     plan, estimate = document.plan, document.estimate
-    mark = plan.fingerprint
+    mark, step_us = plan.fingerprint, estimate.predicted_us
     hand_plans = tuple(rival(a, estimate, f"hand plan {i + 1}") for i, a in enumerate(document.hand_plans))
     runners_up = tuple(
         rival(a, estimate, f"runner-up {i + 1}", plan) for i, a in enumerate(document.runners_up[:CLOSE])
@@ -140,9 +153,11 @@ def facts_of(document: PlanDocument) -> Facts:
         mesh=str(plan.degrees),
         task=f"global batch {mark.global_batch:,} × sequence {mark.seq:,}, {plan.precision}",
         fits=estimate.fits,
-        step_us=estimate.step_us,
-        tokens_per_s=mark.global_batch * mark.seq / estimate.step_us * 1e6 if estimate.step_us else 0.0,
-        peak_bytes=estimate.peak_bytes,
+        step_us=step_us,
+        replayed=estimate.replayed is not None,
+        sums_us=estimate.step_us,
+        tokens_per_s=mark.global_batch * mark.seq / step_us * 1e6 if step_us else 0.0,
+        peak_bytes=estimate.predicted_peak_bytes,
         limit_bytes=estimate.device_memory_bytes,
         headline=headline(plan, estimate, hand_plans),
         decisions=decisions(plan),
@@ -237,6 +252,10 @@ def summary(plan: Plan) -> str:
 
 def overflow(estimate: Estimate) -> str:
     """What does not fit: the fullest stage, by how much, and what fills it most."""
+    if estimate.replayed is not None:
+        return (
+            f"a replay needs {units.size(estimate.predicted_peak_bytes)} of {units.size(estimate.device_memory_bytes)}"
+        )
     worst = max(range(len(estimate.memory)), key=lambda s: estimate.memory[s].total_bytes)
     memory = estimate.memory[worst]
     most = max(kinds(memory), key=lambda kind: kind.n_bytes)
@@ -271,7 +290,7 @@ def rival(
 ) -> Rival:
     """``plan``: describe it by what it decides otherwise than that plan."""
     estimate = alternative.estimate
-    slowdown = estimate.step_us / against.step_us if against.step_us else 1.0
+    slowdown = estimate.slowdown(against)
     if not estimate.fits:
         verdict = "does not fit: " + overflow(estimate)
     elif chosen:
@@ -280,13 +299,16 @@ def rival(
         verdict = "as fast"
     else:
         verdict = f"{units.share(abs(slowdown - 1), 1)} {'slower' if slowdown > 1 else 'faster'}"
+        if against.replayed is not None and estimate.replayed is None:
+            verdict += ", sums against sums"
     named = alternative.plan.name if plan is None or alternative.plan.name != plan.name else ""
     return Rival(
         name=units.printable(named) or name,
         what=summary(alternative.plan) if plan is None else differences(plan, alternative.plan),
-        step_us=estimate.step_us,
+        step_us=estimate.predicted_us,
+        sums_us=estimate.step_us,
         slowdown=slowdown,
-        peak_bytes=estimate.peak_bytes,
+        peak_bytes=estimate.predicted_peak_bytes,
         fits=estimate.fits,
         verdict=verdict,
         parts=breakdown(estimate),
@@ -298,12 +320,12 @@ def headline(plan: Plan, estimate: Estimate, hand_plans: Sequence[Rival]) -> str
     if not estimate.fits:
         return f"This plan does not fit: {overflow(estimate)}."
     text = (
-        f"{units.time(estimate.step_us)} a step on {plan.degrees}, {units.size(estimate.peak_bytes)} of "
+        f"{units.time(estimate.predicted_us)} a step on {plan.degrees}, {units.size(estimate.predicted_peak_bytes)} of "
         f"{units.size(estimate.device_memory_bytes)} used at the peak"
     )
     feasible = [hand for hand in hand_plans if hand.fits]
     if feasible:
-        best = min(feasible, key=lambda hand: hand.step_us)
+        best = min(feasible, key=lambda hand: hand.slowdown)
         text += f"; the best plan made by hand ({best.name}) takes {units.ratio(best.slowdown)} as long"
     elif hand_plans:
         text += "; none of the plans made by hand fits"
@@ -312,7 +334,6 @@ def headline(plan: Plan, estimate: Estimate, hand_plans: Sequence[Rival]) -> str
 
 def why(document: PlanDocument) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(reasons, other notes): the search leaves its reasons among the notes; worked out again, they are told apart."""
-    # Late: it brings torch, which showing a plan would not need otherwise.
     # Late: it brings torch, which showing a plan would not need otherwise.
     from autoplan.search.explain import why as reasons
 

@@ -35,7 +35,7 @@ def report_html(document: PlanDocument) -> str:
         parts=[(key.removesuffix("_us"), label) for key, label, _ in PARTS if _appears(facts, key)],
         kinds=[(key.removesuffix("_bytes"), label) for key, label in KINDS],
         rivals=_rivals(facts),
-        longest_us=max(rival.step_us for rival in _rivals(facts)) or 1.0,
+        longest_us=max(rival.sums_us for rival in _rivals(facts)) or 1.0,
         most_bytes=max([stage.total_bytes for stage in facts.stages] + [facts.limit_bytes]) * 1.02,
         timeline=timeline_of(document.plan),
         schema_version=document.schema_version,
@@ -44,7 +44,7 @@ def report_html(document: PlanDocument) -> str:
 
 def _rivals(facts: Facts) -> list[Rival]:
     """The plan and those made by hand, fastest first and what does not fit last."""
-    hand = sorted(facts.hand_plans, key=lambda rival: (not rival.fits, rival.step_us))
+    hand = sorted(facts.hand_plans, key=lambda rival: (not rival.fits, rival.slowdown))
     return [facts.chosen, *hand]
 
 

@@ -41,10 +41,11 @@ def sections_of(facts: Facts) -> tuple[Section, ...]:
 
 
 def _step(facts: Facts) -> Section:
-    rows = tuple((p.label, units.time(p.us), units.share(p.us, facts.step_us)) for p in facts.breakdown)
-    whole = ("step", units.time(facts.step_us), "100%")
+    rows = tuple((p.label, units.time(p.us), units.share(p.us, facts.sums_us)) for p in facts.breakdown)
+    whole = ("step", units.time(facts.sums_us), "100%")
     return Section(
         title="Where the time goes",
+        sentences=(facts.sums_hint,) if facts.sums_hint else (),
         table=Table(head=("part", "time", "share"), rows=(*rows, whole), right=frozenset({1, 2})),
     )
 
@@ -63,6 +64,7 @@ def _memory(facts: Facts) -> Section:
     )
     return Section(
         title="Memory on the fullest device of each stage",
+        sentences=(facts.sums_hint,) if facts.sums_hint else (),
         table=Table(head=head, rows=rows, right=frozenset(range(1, len(head)))),
     )
 
@@ -82,7 +84,7 @@ def _rows(rivals: Sequence[Rival]) -> tuple[tuple[str, ...], ...]:
 def _hand_plans(facts: Facts) -> Section:
     if not facts.hand_plans:
         return Section(title="Beside plans made by hand")
-    rivals = (facts.chosen, *sorted(facts.hand_plans, key=lambda r: (not r.fits, r.step_us)))
+    rivals = (facts.chosen, *sorted(facts.hand_plans, key=lambda r: (not r.fits, r.slowdown)))
     head = ("plan", "what it does", "step", "ratio", "peak memory", "")
     return Section(
         title="Beside plans made by hand",

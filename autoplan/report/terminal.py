@@ -29,6 +29,9 @@ def print_report(document: PlanDocument, console: Console) -> None:
     )
     for section in sections_of(facts):
         console.print(Text(f"\n{section.title}", style="bold"))
+        if section.title in DRAWN:
+            for sentence in section.sentences:
+                console.print(Padding(Text(sentence, style="dim"), (0, 0, 0, 2)))
         if section.title == DRAWN[0]:
             console.print(Padding(_time_bars(facts), (0, 0, 0, 2)))
         elif section.title == DRAWN[1]:
@@ -75,8 +78,8 @@ def _legend(labels: Iterable[str]) -> Text:
 
 
 def _time_bars(facts: Facts) -> RenderableType:
-    rivals = [facts.chosen, *sorted(facts.hand_plans, key=lambda r: (not r.fits, r.step_us))]
-    longest = max(rival.step_us for rival in rivals)
+    rivals = [facts.chosen, *sorted(facts.hand_plans, key=lambda r: (not r.fits, r.slowdown))]
+    longest = max(rival.sums_us for rival in rivals)
     grid = RichTable.grid(padding=(0, 2, 0, 0))
     for rival in rivals:
         name = Text(rival.name, style="bold" if rival.chosen else "")

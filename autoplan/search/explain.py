@@ -46,8 +46,9 @@ def _bounded(estimate: Estimate) -> str:
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     stage, memory = _fullest(estimate)
     kind, kind_bytes = _largest(memory)
+    step = "A step" if estimate.replayed is None else "By sums over layers a step"
     return (
-        f"A step of {units.time(estimate.step_us)} is {said}. The fullest device, on stage {stage}, holds "
+        f"{step} of {units.time(estimate.step_us)} is {said}. The fullest device, on stage {stage}, holds "
         f"{units.size(memory.total_bytes)} of {units.size(estimate.device_memory_bytes)}, {units.size(kind_bytes)} of "
         f"it {kind}."
     )
@@ -56,16 +57,17 @@ def _bounded(estimate: Estimate) -> str:
 def _compared(document: PlanDocument) -> Iterator[str]:
     fits = [hand for hand in document.hand_plans if hand.estimate.fits]
     if fits:
-        best = min(fits, key=rank)
-        gain = best.estimate.step_us / document.estimate.step_us - 1
+        best = min(fits, key=lambda hand: hand.estimate.slowdown(document.estimate))
+        gain = best.estimate.slowdown(document.estimate) - 1
         verb = "as fast as" if abs(gain) < 1e-5 else f"{'faster' if gain > 0 else 'slower'} by {abs(gain):.1%} than"
-        yield f"It is {verb} the best plan made by hand, {describe(best.plan)} ({units.time(best.estimate.step_us)})."
+        step = units.time(best.estimate.predicted_us)
+        yield f"It is {verb} the best plan made by hand, {describe(best.plan)} ({step})."
     elif document.hand_plans:
         yield "No plan made by hand fits."
-    others = [h for h in fits if h is not min(fits, key=rank)]
+    others = [h for h in fits if h is not best]
     if others:
-        slower = ", ".join(f"{h.plan.name} {h.estimate.step_us / document.estimate.step_us - 1:+.0%}" for h in others)
-        yield f"The others take longer: {slower}."
+        slower = ", ".join(f"{h.plan.name} {h.estimate.slowdown(document.estimate) - 1:+.0%}" for h in others)
+        yield f"The others, beside it: {slower}."
     for hand in document.hand_plans:
         if not hand.estimate.fits:
             yield f"{describe(hand.plan)} does not fit: {_short(hand.estimate)}."
@@ -170,6 +172,9 @@ def _leanest(space: Space) -> list[Candidate]:
 
 
 def _short(estimate: Estimate) -> str:
+    if estimate.replayed is not None:
+        need, have = units.size(estimate.predicted_peak_bytes), units.size(estimate.device_memory_bytes)
+        return f"the fullest device needs {need} in its replay and has {have}"
     stage, memory = _fullest(estimate)
     sizes = sorted(((getattr(memory, f"{kind}_bytes"), _WORDS[kind]) for kind in KINDS), reverse=True)
     parts = ", ".join(f"{units.size(size)} {word}" for size, word in sizes[:3] if size)
