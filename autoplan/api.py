@@ -104,10 +104,7 @@ def plan_graph(
     if mixing is not None:
         notes.append(f"The batch is not split over data ranks or micro-batches: {mixing}.")
     if graph.extra["random"]:
-        notes.append(
-            f"The model draws random numbers ({len(graph.extra['random'])} calls, dropout?). The plan stands, but "
-            "running it needs them off: set the dropout probabilities to 0 or call model.eval()."
-        )
+        notes.append(f"The plan stands, but cannot be run: {_undrawable(graph)}.")
     return document.with_notes(tuple(notes))
 
 
@@ -153,6 +150,7 @@ def compile(
     precision: PrecisionName | None = None,
     pins: Pins | None = None,
     clip_norm: float | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> CompiledStep:
     """A training step: ``step(batch) -> loss`` runs one optimizer step over the whole global batch on all ranks.
@@ -167,6 +165,8 @@ def compile(
         it must treat each element by itself.
     plan: a plan made before (or its file), which must be for this model, batch and cluster.
     clip_norm: clip the global gradient norm to this.
+    seed: of the model's random numbers (dropout). With it and the count of steps they are the same under every plan,
+        on one device too; torch's own generator is not used.
 
     Raises what ``plan`` raises, mostly with the first batch; FingerprintError for a plan of something else,
     PlanFileError for a damaged one, UserError when the ranks are not as many as the cluster's devices.
@@ -180,6 +180,7 @@ def compile(
         precision or _own_precision(model),
         pins,
         clip_norm,
+        seed,
         progress or _silent,
     )
 
@@ -197,11 +198,12 @@ class CompiledStep:
         precision: PrecisionName,
         pins: Pins | None,
         clip_norm: float | None,
+        seed: int,
         progress: Progress,
     ) -> None:
         self._model, self._cluster, self._optimizer, self._loss_fn = model, cluster, optimizer, loss_fn
         self._document, self._precision, self._pins = document, precision, pins
-        self._clip_norm, self._progress = clip_norm, progress
+        self._clip_norm, self._seed, self._progress = clip_norm, seed, progress
         self._step: TrainStep | None = None
         self._seen: dict[str, str] = {}  # what the graph was captured for, by path
         self._exit = ExitStack()
@@ -256,6 +258,7 @@ class CompiledStep:
             self._timeout_s,
             self._optimizer,
             self._clip_norm,
+            self._seed,
         )
         return self
 
@@ -364,14 +367,11 @@ def build_step(
     timeout_s: float,
     optimizer: OptimizerFactory | None = None,
     clip_norm: float | None = None,
+    seed: int = 0,
 ) -> TrainStep:
     """Rewrite an unfolded graph for this rank and make its step. All ranks of the default process group call this."""
     if graph.extra["random"]:
-        raise ModelError(
-            f"the model draws random numbers in {len(graph.extra['random'])} calls "
-            f"({', '.join(graph.extra['random'][:3])}, …), which would differ between plans. "
-            "Set its dropout probabilities to 0 or call model.eval()."
-        )
+        raise ModelError(_undrawable(graph))
     plan = document.plan
     axes = build_axes(plan.degrees, device, timeout_s)
     names = axes.group_names
@@ -379,7 +379,27 @@ def build_step(
     program = rewrite(graph, plan, axes.coordinate, groups, device)
     gc.collect()  # graphs of passes refer to themselves in circles; on CPU ranks what they hold is device memory
     store = ParamStore(program, axes, source)
-    return TrainStep(program, store, plan, axes, graph.inputs, optimizer, max_norm=clip_norm, loss_kind=graph.loss_kind)
+    return TrainStep(
+        program,
+        store,
+        plan,
+        axes,
+        graph.inputs,
+        optimizer,
+        max_norm=clip_norm,
+        loss_kind=graph.loss_kind,
+        seed=seed,
+    )
+
+
+def _undrawable(graph: Graph) -> str:
+    """What is said of a model whose random numbers are not autoplan's own."""
+    names = graph.extra["random"]
+    ops = ", ".join(sorted({str(graph.node(name).target) for name in names}))
+    return (
+        f"the model draws random numbers in {len(names)} calls of {ops}, which would differ between plans; draw with "
+        "rand, randn, randint, bernoulli or dropout instead, or outside the model"
+    )
 
 
 def fingerprint(graph: Graph, cluster: Cluster, batch: Batch, model_name: str) -> Fingerprint:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoplan.errors import BatchError
 from autoplan.plans import Plan
-from autoplan.rewrite.program import InputInfo, StageProgram
+from autoplan.rewrite.program import KEY, InputInfo, StageProgram, random_key
 from autoplan.runtime.clip import clip, squared_norm
 from autoplan.runtime.gradients import Gradients
 from autoplan.runtime.mesh import Axes
@@ -43,12 +43,13 @@ class TrainStep:
         max_norm: float | None = None,
         elementwise: bool = False,
         loss_kind: LossKind = "mean",  # Graph.loss_kind
+        seed: int = 0,  # of random numbers: with it and the count of steps, a run can be repeated under any plan
         tied: Mapping[str, bool] | None = None,  # gradients.tied_layouts, where the caller knows it
         observe: Callable[[str], None] | None = None,  # told as each part of a step begins
     ) -> None:
         self.program, self.store, self.plan, self.axes = program, store, plan, axes
         self.max_norm = max_norm
-        self._loss_kind = loss_kind
+        self._loss_kind, self._seed = loss_kind, seed
         parts = plan.micro_batches * plan.degrees.data
         if loss_kind == "mixed" and parts > 1:
             raise BatchError(
@@ -100,6 +101,8 @@ class TrainStep:
         plan = self.plan
         rows = plan.degrees.data * plan.micro_batches * plan.micro_batch
         for info in self._all_inputs:
+            if info.path == KEY:
+                continue
             if info.path not in batch:
                 raise BatchError(f"the batch lacks {info.path!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
             dim = info.batch_dim
@@ -115,6 +118,9 @@ class TrainStep:
         first = (self.axes.coordinate.data * self.plan.micro_batches + index) * size
         leaves = []
         for info in self._inputs:
+            if info.path == KEY:
+                leaves.append(random_key(self._seed, self.steps, first, self.axes.device))
+                continue
             leaf = batch[info.path]
             if info.batch_dim is not None:
                 leaf = leaf.narrow(info.batch_dim, first, size).contiguous()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,14 +314,31 @@ def test_ranks_must_be_as_many_as_devices() -> None:
         step(batch())
 
 
-def test_dropout_is_planned_for_and_refused_when_run() -> None:
+def test_dropout_depends_on_seed_and_step_alone() -> None:
     cluster = Cluster.local(devices=1)
-    document = autoplan.plan(gpt2(dropout=0.1), cluster, batch())
-    assert any("random" in note for note in document.notes)
-    with autoplan.compile(gpt2(dropout=0.1), cluster) as step, pytest.raises(ModelError, match="dropout"):
-        step(batch())
-    with autoplan.compile(gpt2(dropout=0.1).eval(), cluster) as step:
-        assert float(step(batch())) > 0
+
+    def losses(**options: Any) -> list[float]:
+        with autoplan.compile(gpt2(dropout=0.3), cluster, **options) as step:
+            return [float(step(batch())) for _ in range(3)]
+
+    whole, parts = (losses(seed=1, pins=autoplan.Pins(micro_batch=size)) for size in (ROWS, 1))
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert losses(seed=2) != pytest.approx(whole, rel=1e-3)
+
+
+def test_draws_that_would_differ_between_plans_are_refused_when_run() -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return squared_error(self.last(self.first(x)[:, torch.randperm(8)]), {"target": target})
+
+    cluster, rows = Cluster.local(devices=1), {"x": torch.randn(4, 12), "target": torch.randn(4, 3)}
+    assert any("randperm" in note for note in autoplan.plan(Shuffled(), cluster, rows).notes)
+    with autoplan.compile(Shuffled(), cluster) as step, pytest.raises(ModelError, match="randperm"):
+        step(rows)
 
 
 def test_rows_that_mix_keep_the_batch_whole() -> None:

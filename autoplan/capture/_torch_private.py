@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -77,6 +77,12 @@ def size_expr(value: int | torch.SymInt) -> sympy.Expr:
 
 def size_hint(value: int | torch.SymInt) -> int:
     return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
+
+
+def bound_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the operator's schema, defaults included."""
+    named = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    return {**named, **dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
 
 
 def functionalize(module: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:

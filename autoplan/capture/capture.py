@@ -13,7 +13,7 @@ from autoplan.capture import layers as layering
 from autoplan.capture import normalize as clean
 from autoplan.capture.graph import BufferInfo, Graph, InputInfo, ParamInfo, TensorSpec
 from autoplan.capture.loss import loss_split
-from autoplan.capture.trace import Batch, LossFn, Trace, trace
+from autoplan.capture.trace import Batch, Leaf, LossFn, Trace, trace
 from autoplan.errors import ModelError
 
 aten = torch.ops.aten
@@ -68,6 +68,7 @@ def build(traced: Trace) -> Graph:
     clean.drop_aliases(graph)
     graph.eliminate_dead_code()
     _reject_scalars(graph)
+    input_nodes, leaves = _without_unused_key(graph, input_nodes, traced.leaves)
     output = next(n for n in graph.nodes if n.op == "output")
     loss, *grads = output.args[0]
     clean.mark_phase(graph, loss, {n.name for n in param_nodes}, tangent.name)
@@ -94,7 +95,7 @@ def build(traced: Trace) -> Graph:
     layers = layering.describe_layers(graph, count, info, names, tangent.name, loss.name)
     inputs = tuple(
         InputInfo(path=leaf.path, placeholder=node.name, spec=_spec(node), batch_dim=leaf.batch_dim)
-        for leaf, node in zip(traced.leaves, input_nodes, strict=True)
+        for leaf, node in zip(leaves, input_nodes, strict=True)
     )
     buffers = tuple(
         BufferInfo(
@@ -138,8 +139,18 @@ def structure(depth: tuple[str, ...], params: tuple[ParamInfo, ...], inputs: tup
 
 
 def random_ops(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the calls that draw random numbers."""
+    """Names of the calls that draw random numbers in ways that ``capture.random`` does not know."""
     return tuple(n.name for n in graph.nodes if clean.is_random(n))
+
+
+def _without_unused_key(
+    graph: fx.Graph, nodes: list[fx.Node], leaves: tuple[Leaf, ...]
+) -> tuple[list[fx.Node], tuple[Leaf, ...]]:
+    """Input nodes and leaves; the key of random numbers, which is the last, only where something is drawn."""
+    if nodes[-1].users:
+        return nodes, leaves
+    graph.erase_node(nodes[-1])
+    return nodes[:-1], leaves[:-1]
 
 
 def _lift_constants(graph: fx.Graph, module: fx.GraphModule) -> None:

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoplan.capture.graph import Layer
@@ -73,7 +74,10 @@ def side_key(node: fx.Node) -> str:
                 *((str(s.shape), str(s.dtype)) for s in node.meta["specs"]),
             )
         else:
-            args = fx.map_arg((tuple(node.args), {k: v for k, v in node.kwargs.items() if k != "device"}), side_key)
+            given = tuple(node.args)
+            if node.target == torch.ops.autoplan.uniform.default:
+                given = (*given[:2], None, *given[3:])  # which draw of the model it is makes no other class of layer
+            args = fx.map_arg((given, {k: v for k, v in node.kwargs.items() if k != "device"}), side_key)
             content = (str(node.target), repr(args))
         known = node.meta["side_key"] = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     return str(known)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture import _torch_private as private
 from autoplan.capture.attention import OneAttention
+from autoplan.capture.random import KEY, KEY_SIZE, CountedRandom
 from autoplan.errors import ModelError
 
 Batch = Any  # what the user passes: a dict of keyword arguments, a tuple of positional ones, or one tensor
@@ -62,7 +63,7 @@ class Leaf:
 class Trace:
     """A raw joint graph. Its placeholders are, in order, ``params``, ``buffers``, ``leaves`` and the tangent; its
     outputs the loss and a gradient (or None) for each parameter. A buffer's new value is a ``copy_`` onto its
-    placeholder."""
+    placeholder. The last leaf is the key of all random numbers."""
 
     module: fx.GraphModule
     params: tuple[tuple[str, nn.Parameter], ...]
@@ -132,6 +133,7 @@ def trace(
         for path, leaf in batch_leaves(batch)
         if isinstance(leaf, Tensor)
     )
+    leaves += (Leaf(path=KEY, shape=(KEY_SIZE,), dtype=torch.int64, batch_dim=None),)
 
     def cast(dtype: torch.dtype) -> torch.dtype:
         return precision if precision is not None and dtype.is_floating_point else dtype
@@ -153,8 +155,8 @@ def trace(
         with ExitStack() as stack:
             if promote:
                 stack.enter_context(Promote())  # type: ignore[no-untyped-call]
-            with OneAttention():
-                loss = _call(model, state, _refill(batch, xs), loss_fn)
+            with OneAttention(), CountedRandom(xs[-1], symbolic_batch):
+                loss = _call(model, state, _refill(batch, xs[:-1]), loss_fn)
             private.stamp_backward(loss)
             wanted = [ps[i] for i in trainable]
             grads = torch.autograd.grad(loss, wanted, grad_outputs=tangent.to(loss.dtype), allow_unused=True)

@@ -66,6 +66,7 @@ def train(session: Session, job: Job) -> list[float]:
         plan=document,
         precision=plan.precision,
         clip_norm=job.clip_norm,
+        seed=job.seed,
     )
     feed = Feed(job, spec, mark.global_batch, mark.seq)
     losses: list[float] = []

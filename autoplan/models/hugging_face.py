@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,12 +92,6 @@ def from_config(data: dict[str, Any], *, name: str, spec: str) -> ModelSpec:
         notes.append("the configuration describes quantized weights; training is planned for full ones")
     config = _configuration(transformers, fields, spec)
     task = _task(transformers, config, spec)
-    random = _dropouts(config)
-    if random:
-        notes.append(
-            f"the configuration has dropout ({', '.join(random)}); it can be planned, but the runtime refuses random "
-            "ops for now: set it to 0 to run the plan"
-        )
 
     def build() -> nn.Module:
         auto = getattr(transformers, task.auto)
@@ -191,10 +184,3 @@ def _task(transformers: Any, config: Any, spec: str) -> Task:
             "loss; give a package.module:factory that returns (module, batch function)"
         )
     return fitting[0]
-
-
-def _dropouts(config: Any) -> list[str]:
-    """The fields that switch dropout on, as ``attn_pdrop 0.1``; those of heads that are not built do not count."""
-    named = re.compile(r"^(?!summary|classif).*(dropout|pdrop$|drop\w*_rate$)")
-    fields = sorted(config.to_dict().items())
-    return [f"{key} {value:g}" for key, value in fields if named.search(key) and isinstance(value, float) and value > 0]

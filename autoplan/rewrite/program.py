@@ -8,7 +8,8 @@ Calling convention (all tensors are this rank's local pieces):
 ``params``       one for each ``ParamSpec``, in order: with zero 3 the rank's shard over data, otherwise the whole
                  tensor-axis piece.
 ``inputs``       the micro-batch leaves this rank gets (every stage sees the batch: side nodes are recomputed, never
-                 sent).
+                 sent). That called ``KEY`` is no part of the batch: ``random_key(seed, step, first row)``, from which
+                 all random numbers follow.
 ``activations``  boundary values from the stage before; ``outputs`` boundary values for the stage after, or the loss.
 ``gradients``    those of ``outputs`` whose ``ValueSpec.grad`` is True; at the last stage the tangent (a scalar).
 ``activation_gradients``  likewise, of ``activations`` whose ``grad`` is True.
@@ -28,10 +29,13 @@ import torch
 from torch import fx
 
 from autoplan.capture.graph import InputInfo, TensorSpec
+from autoplan.capture.random import KEY, random_key
 from autoplan.sharding.placement import Placement
 
-# InputInfo and Placement are here for the runtime, which knows of capture and sharding only what a program is made of.
-__all__ = ["Coordinate", "InputInfo", "ParamSpec", "Placement", "StageProgram", "TensorSpec", "ValueSpec"]
+# What is not made here is for the runtime, which knows of capture and sharding only what a program is made of.
+__all__ = [
+    "KEY", "Coordinate", "InputInfo", "ParamSpec", "Placement", "StageProgram", "TensorSpec", "ValueSpec", "random_key",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from autoplan.capture import capture
 from autoplan.capture.graph import Graph, Layer, Sizes
+from autoplan.capture.random import KEY, random_key
 from autoplan.plans import Degrees, Fingerprint, LayerPlan, Plan, Strategy
 from autoplan.rewrite import Coordinate, StageProgram, rewrite
 from autoplan.rewrite.interpret import Results, coordinates, groups_of, interpret
@@ -238,9 +239,15 @@ def reference(model: nn.Module, graph: Graph, plan: Plan, batches: Sequence[Sequ
 
 
 def batches_for(graph: Graph, plan: Plan) -> list[list[Tensor]]:
-    """By data rank: its rows of each input."""
+    """By data rank: its rows of each input, and the key of its random numbers."""
     rows, whole = plan.micro_batch, batch(plan.micro_batch * plan.degrees.data)
-    return [[whole[i.path][d * rows : (d + 1) * rows] for i in graph.inputs] for d in range(plan.degrees.data)]
+    return [
+        [
+            random_key(0, 0, d * rows) if i.path == KEY else whole[i.path][d * rows : (d + 1) * rows]
+            for i in graph.inputs
+        ]
+        for d in range(plan.degrees.data)
+    ]
 
 
 def assert_equal(model: nn.Module, graph: Graph, plan: Plan) -> dict[Coordinate, StageProgram]:

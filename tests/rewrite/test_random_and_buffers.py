@@ -1,4 +1,4 @@
-"""Random numbers are drawn once; buffers that a forward changes leave it."""
+"""Random numbers are those of one process; buffers that a forward changes leave it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autoplan.capture import capture
+from autoplan.capture.random import KEY, CountedRandom, random_key
 from autoplan.plans import Degrees
 from autoplan.rewrite.interpret import interpret
 from tests.rewrite.models import SEQ, batches_for, make_plan, programs_of
@@ -28,28 +29,25 @@ def batch(rows: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_dropout_is_drawn_in_forward_alone(recompute: str) -> None:
-    model = Net(nn.Dropout(0.5)).double()
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(data=2), Degrees(tensor=2)])
+def test_dropout_is_that_of_one_process(degrees: Degrees, recompute: str) -> None:
+    """Each data rank drops what one process drops in its rows; a backward that runs the forward again, the same."""
+    blocks = (nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.25)) for _ in range(3))
+    model = Net(nn.Sequential(nn.Dropout(0.5), *blocks)).double()
     graph = capture(model, batch(2))
-    plan = make_plan(graph, Degrees(), recompute=recompute)
-    (program,) = programs_of(graph, plan).values()
-    tags = [
-        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-        for module in (program.forward, program.backward)
-        for n in module.graph.nodes
-    ]
-    assert sum(tags) == 1
-    assert not any(tags[len(list(program.forward.graph.nodes)) :])
+    plan = make_plan(graph, degrees, recompute=recompute)
     params = {name: p.detach() for name, p in model.named_parameters()}
-    torch.manual_seed(0)
-    found = interpret({next(iter(programs_of(graph, plan))): program}, plan.degrees, params, batches_for(graph, plan))
-    torch.manual_seed(0)
-    rows = batches_for(graph, plan)[0]
-    loss = model(**{i.path: r for i, r in zip(graph.inputs, rows, strict=True)})
+    rows = batches_for(graph, plan)
+    found = interpret(programs_of(graph, plan), plan.degrees, params, rows)
+    whole = {
+        info.path: torch.cat([each[at] for each in rows]) for at, info in enumerate(graph.inputs) if info.path != KEY
+    }
+    with CountedRandom(random_key(0, 0, 0), plan.micro_batch * degrees.data):
+        loss = model(**whole)
     loss.backward()
-    torch.testing.assert_close(found.losses[0], loss.detach())
+    torch.testing.assert_close(sum(found.losses) / len(rows), loss.detach())
     for name, param in model.named_parameters():
-        torch.testing.assert_close(found.gradients[name], param.grad)
+        torch.testing.assert_close(found.gradients[name] / len(rows), param.grad)
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
