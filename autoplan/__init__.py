@@ -23,6 +23,7 @@ _HOMES = {
     "UserError": "autoplan.errors",
     "compile": "autoplan.api",
     "plan": "autoplan.api",
+    "register_rule": "autoplan.sharding",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "compile",
     "plan",
+    "register_rule",
 ]
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from autoplan.errors import AutoplanError, UserError
     from autoplan.plans import PlanDocument
     from autoplan.search.space import Pins
+    from autoplan.sharding import register_rule
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,12 @@ placements with ``redistribution`` and ``redistribute``. ``verify_choice`` tests
 """
 
 from autoplan.sharding import rules  # noqa: F401  (fills the registry)
+from autoplan.sharding.custom import register_rule
 from autoplan.sharding.localize import LocalCall, local_call
 from autoplan.sharding.placement import P, Placement, R, S
 from autoplan.sharding.redistribution import Redistribution, redistribute, redistribution
 from autoplan.sharding.refinement import Refinement, refine
-from autoplan.sharding.registry import has_rule, register_rule, rule_for, tensor_operands
+from autoplan.sharding.registry import has_rule, rule_for, tensor_operands
 from autoplan.sharding.rule import Choice, InternalCollective, Rule
 from autoplan.sharding.verify import verify_choice
 

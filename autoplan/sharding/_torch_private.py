@@ -17,6 +17,16 @@ def schema_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, Any, bool], 
     )
 
 
+def required_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it is a tensor) of each argument without a default."""
+    return tuple((a.name, "Tensor" in str(a.type)) for a in op._schema.arguments if not a.has_default_value())
+
+
+def operator_names() -> list[str]:
+    """Every operator that is registered, as ``namespace::name``."""
+    return sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
+
+
 def is_pointwise(op: torch._ops.OpOverload) -> bool:
     """Every result element depends on the operand elements at its own (broadcast) place, and on no random number."""
     return torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags

@@ -155,7 +155,7 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def rule_for(node: fx.Node) -> Rule:
-    """The rule of a node; an op without one gets a rule whose only choice is to replicate."""
+    """The rule of a node: what somebody wrote, otherwise what trying finds, otherwise that it is replicated."""
     if node.op != "call_function" or "expr" in node.meta or "specs" not in node.meta:
         return replicate_rule(node)
     if node.target is operator.getitem:
@@ -164,8 +164,11 @@ def rule_for(node: fx.Node) -> Rule:
         sizes = {d[0]: s for d, s in zip(dims, shape, strict=True) if d}
         return Rule(operands=(dims,), results=(dims,), sizes=sizes, linear=((0,),))
     function = _function(node)
-    found = function(Call(node)) if function else None
-    return found or replicate_rule(node)
+    if function is not None:
+        return function(Call(node)) or replicate_rule(node)
+    from autoplan.sharding.discovery import discover  # it runs operators, and so needs this module
+
+    return discover(node) or replicate_rule(node)
 
 
 def replicate_rule(node: fx.Node) -> Rule:
@@ -186,23 +189,28 @@ def replicate_rule(node: fx.Node) -> Rule:
     return Rule(operands=operands, results=results, sizes=sizes, fixed=frozenset(sizes))
 
 
-def register_rule(
-    target: torch._ops.OpOverload | str,
-    text: str,
-    *,
-    fixed: Iterable[str] = (),
-    linear: Iterable[Sequence[int]] = (),
-    example: tuple[Any, ...] | None = None,
+def add(target: str, function: RuleFunction) -> None:
+    """Make ``function`` the rule of an operator, by its name as torch prints it."""
+    _RULES[target] = function
+
+
+def declare_rule(
+    target: torch._ops.OpOverload | str, text: str, *, fixed: Iterable[str] = (), linear: Iterable[Sequence[int]] = ()
 ) -> None:
-    """Give an operator a rule by a line of text: ``register_rule("aten.mm.default", "m k, k n -> m n")``.
+    """Give an operator a rule by a line of text, untested: ``declare_rule("aten.mm.default", "m k, k n -> m n")``."""
+    add(str(target), text_rule(text, fixed=fixed, linear=linear))
+
+
+def text_rule(text: str, *, fixed: Iterable[str] = (), linear: Iterable[Sequence[int]] = ()) -> RuleFunction:
+    """The rule that a line of text describes.
 
     Operands in the order of ``tensor_operands``, ``1`` for a dim of size one that broadcasts, ``(b s)`` for a dim
-    made of two factors, ``.`` for an operand or result without dims. With ``example`` arguments (tensors) the rule
-    is tested on the spot.
+    made of two factors, ``.`` for an operand or result without dims.
     """
     operands, results = parse_rule(text)
     letters = {letter for dims in (*operands, *results) for dim in dims for letter in dim}
-    if unknown := set(fixed) - letters:
+    fixed = frozenset(fixed)
+    if unknown := fixed - letters:
         raise RuleError(
             f"rule {text!r} marks {', '.join(sorted(unknown))} as fixed, but has no such letter; drop it there"
         )
@@ -220,13 +228,9 @@ def register_rule(
                 f"but {call.node.target} is called with {len(specs)} and {len(call.results())}"
             )
         sizes = solve_sizes([*operands, *results], [*(tuple(s.shape) for s in specs), *call.results()], {}, text)
-        return Rule(operands=operands, results=results, sizes=sizes, fixed=frozenset(fixed), linear=linear_sets)
+        return Rule(operands=operands, results=results, sizes=sizes, fixed=fixed, linear=linear_sets)
 
-    if example is not None:
-        from autoplan.sharding.verify import check_example  # verify needs this module
-
-        check_example(target, build, example)
-    _RULES[str(target)] = build
+    return build
 
 
 _TOKEN = re.compile(r"\(|\)|1|\.|[A-Za-z_]\w*")

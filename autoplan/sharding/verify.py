@@ -45,8 +45,8 @@ def verify_choice(
             raise RuleError(f"choice {choice.name} of {node.name} moves data, but picking a result does not")
         return
     generator = torch.Generator().manual_seed(seed)
-    whole = dict(zip(_operands(node), _random_operands(node, sizes, dtype, generator), strict=True))
-    expected = _results(_run(node, whole, sizes, dtype))
+    whole = dict(zip(_operands(node), random_operands(node, sizes, dtype, generator), strict=True))
+    expected = _results(run_on(node, whole, sizes, dtype))
     placed = dict(zip(tensor_operands(node), choice.operands, strict=True))
     pieces = {n: distribute(t, placed[n], degree, generator) for n, t in whole.items()}
     call = local_call(node, choice, sizes, degree)
@@ -123,7 +123,8 @@ def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(tensor_operands(node)))
 
 
-def _random_operands(node: fx.Node, sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> list[Any]:
+def random_operands(node: fx.Node, sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> list[Any]:
+    """One for each distinct operand, in order."""
     specs = dict(zip(tensor_operands(node), operand_specs(node), strict=True))
     limits = _index_limits(node, sizes)
     drawn = {n: _random(spec, sizes, dtype, limits.get(n, (0, 4)), generator) for n, spec in specs.items()}
@@ -171,7 +172,9 @@ def _index_limits(node: fx.Node, sizes: Sizes) -> dict[fx.Node, tuple[int, int]]
 # -- running
 
 
-def _run(node: fx.Node, values: Mapping[fx.Node, Any], sizes: Sizes, dtype: torch.dtype) -> Any:
+def run_on(node: fx.Node, values: Mapping[fx.Node, Any], sizes: Sizes, dtype: torch.dtype) -> Any:
+    """What a node returns for the given operands; its other arguments stay those of the whole call."""
+
     def number(n: fx.Node) -> Any:
         return evaluate(n.meta["expr"], sizes) if "expr" in n.meta else n
 

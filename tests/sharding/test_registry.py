@@ -85,7 +85,7 @@ def test_a_wrong_rule_is_refuted_when_registered_with_an_example() -> None:
 @pytest.mark.usefixtures("_restore_rules")
 def test_a_rule_for_an_op_of_ones_own() -> None:
     node = single(aten.outer.default, T(4), T(6))
-    register_rule(node.target, "a, b -> a b", linear=((0,), (1,)))
+    register_rule(node.target, "a, b -> a b")
     choices = refine(node.graph.nodes).choices(node, Sizes(batch=1), 2)
     assert [c.name for c in choices] == ["*", "a", "b"]  # placeholders are never Partial, so no "+"
     for choice in choices:
@@ -103,9 +103,42 @@ def test_a_rule_for_an_op_of_ones_own() -> None:
     ],
 )
 def test_a_rule_that_does_not_fit_the_call_is_named(text: str, says: str) -> None:
-    register_rule("aten.add.Tensor", text)
+    registry.declare_rule("aten.add.Tensor", text)
     with pytest.raises(RuleError, match=says):
         rule_for(single(aten.add.Tensor, T(4, 6), T(4, 6)))
+
+
+@pytest.fixture(scope="module")
+def own_ops() -> torch.library.Library:
+    """``test_rules::gated(x [b s d], w [d k], g [k]) -> [b s k]`` and ``test_rules::scaled(x, factor)``."""
+    library = torch.library.Library("test_rules", "DEF")
+    library.define("gated(Tensor x, Tensor w, Tensor g) -> Tensor")
+    library.define("scaled(Tensor x, float factor) -> Tensor")
+    library.impl("gated", lambda x, w, g: (x @ w) * torch.sigmoid(g), "CompositeExplicitAutograd")
+    library.impl("scaled", lambda x, factor: x * factor, "CompositeExplicitAutograd")
+    return library
+
+
+@pytest.mark.usefixtures("_restore_rules", "own_ops")
+def test_an_op_of_one_s_own_is_tested_on_tensors_made_from_the_text() -> None:
+    register_rule("test_rules::gated", "b s d, d k, k -> b s k")
+    node = single(torch.ops.test_rules.gated.default, T(4, 6, 8), T(8, 12), T(12))
+    refinement = refine(node.graph.nodes)
+    assert [c.name for c in refinement.choices(node, Sizes(batch=1), 2)] == ["*", "b", "s", "d", "k"]
+    assert rule_for(node).linear == ((0,), (1,))  # and not in the gate
+    with pytest.raises(RuleError, match=r"refuses tensors of shapes \(6, 12, 18\), \(18, 6\), \(18,\)"):
+        register_rule("test_rules::gated", "b s d, d k, d -> b s k")
+    with pytest.raises(RuleError, match="reads a dim"):
+        register_rule("test_rules::gated", "b s d, d k, k -> b s d")
+
+
+@pytest.mark.usefixtures("_restore_rules", "own_ops")
+def test_what_cannot_be_made_up_is_asked_for() -> None:
+    with pytest.raises(RuleError, match=r"'factor' beside .*example="):
+        register_rule("test_rules::scaled", "a b -> a b")
+    register_rule("test_rules::scaled", "a b -> a b", example=(torch.randn(6, 12, dtype=torch.float64), 3.0))
+    with pytest.raises(RuleError, match="no operator 'test_rules::gatde'; did you mean test_rules::gated"):
+        register_rule("test_rules::gatde", "a b -> a b")
 
 
 def test_letters_that_are_not_there_cannot_be_fixed_nor_operands_linear() -> None:

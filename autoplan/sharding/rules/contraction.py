@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autoplan.sharding.registry import Call, Dims, register_rule, rule
+from autoplan.sharding.registry import Call, Dims, declare_rule, rule
 from autoplan.sharding.rule import Rule
 from autoplan.sharding.rules.pointwise import aligned
 
-register_rule("aten.mm.default", "m k, k n -> m n", linear=((0,), (1,)))
-register_rule("aten.bmm.default", "b m k, b k n -> b m n", linear=((0,), (1,)))
-register_rule("aten.mv.default", "m k, k -> m", linear=((0,), (1,)))
-register_rule("aten.dot.default", "k, k -> .", linear=((0,), (1,)))
+declare_rule("aten.mm.default", "m k, k n -> m n", linear=((0,), (1,)))
+declare_rule("aten.bmm.default", "b m k, b k n -> b m n", linear=((0,), (1,)))
+declare_rule("aten.mv.default", "m k, k -> m", linear=((0,), (1,)))
+declare_rule("aten.dot.default", "k, k -> .", linear=((0,), (1,)))
 
 
 @rule("aten.addmm.default", "aten.baddbmm.default")
