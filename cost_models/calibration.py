@@ -1,6 +1,6 @@
 """From measurements to constants: ``fit(cluster, records)`` gives the cluster with what was measured in it.
 
-    kernel_launch_us                 as measured
+    kernel_launch_us                 as measured; that of a view, where it was measured, is op_launch.view
     matmul_efficiency, by precision  mean time for each FLOP of the shapes near one size; peaks rise to what was reached
     memory_efficiency                likewise, of sums of two tensors
     op_rates, op_gflops, op_launch   launch: where the line through an op's smallest sizes begins; rates: what is left,
@@ -27,7 +27,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.collective_fit import CollectiveFit
 from autoplan.cost_models.compute import op_time_us
-from autoplan.cost_models.device import PRECISIONS, Device, Figure
+from autoplan.cost_models.device import PRECISIONS, VIEW, Device, Figure
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.cost_models.steps import EfficiencyTable
@@ -80,8 +80,12 @@ def fit(cluster: Cluster, records: Sequence[Record], *, date: str | None = None)
 
 
 def _with_constants(device: Device, constants: dict[str, float]) -> Device:
+    launches = dict(device.op_launches_us)
+    if "view_launch_us" in constants:
+        launches[VIEW] = rounded(constants["view_launch_us"])
     return replace(
         device,
+        op_launches_us=tuple(sorted(launches.items())),
         kernel_launch_us=rounded(constants.get("kernel_launch_us", device.kernel_launch_us)),
         comm_slowdown=rounded(constants.get("comm_slowdown", device.comm_slowdown)),
         reserved_bytes=round(constants.get("reserved_bytes", device.reserved_bytes)),

@@ -23,7 +23,8 @@ Four more are for what has been measured, and may be left out, as may their sour
 
 An op is named as in ATen without overload (``gelu_backward``, ``_softmax``), any other with its namespace
 (``"autoplan::attention"``); ``adamw`` is the optimizer's work on one tensor. A name may end in a precision
-(``"bmm.bf16"``) and then holds for that one alone.
+(``"bmm.bf16"``) and then holds for that one alone. ``view`` in [op_launch] is what any call costs that only makes a
+view: nothing where it is left out, as on a device that runs behind its host.
 """
 
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from autoplan.cost_models.steps import EfficiencyTable, RateTable
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+VIEW = "view"
 BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
 
 

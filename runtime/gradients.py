@@ -171,8 +171,8 @@ class Gradients:
             for stage in sorted(held.spec.tied_stages):
                 received[index, stage] = torch.empty_like(own)
                 peer = dist.get_global_rank(group, stage)
-                operations.append(dist.P2POp(dist.isend, own, peer, group))
                 operations.append(dist.P2POp(dist.irecv, received[index, stage], peer, group))
+                operations.append(dist.P2POp(dist.isend, own, peer, group))
         if not operations:
             return
         for work in dist.batch_isend_irecv(operations):

@@ -10,7 +10,7 @@ A row is one of
 
     record="op"          op, kind ("memory" or "matmul"), precision, flops, bytes_moved, launches; value in microseconds
     record="collective"  kind, level, members, per_node, size_bytes; value in microseconds
-    record="constant"    name and value: kernel_launch_us, comm_slowdown, reserved_bytes
+    record="constant"    name and value: kernel_launch_us, view_launch_us, comm_slowdown, reserved_bytes
 
 Every value is that of the slowest rank. Torch's threads are left as the caller set them.
 """
@@ -64,8 +64,8 @@ def measure(
         parts: tuple[tuple[float, Callable[[float], None]], ...] = (
             (0.01, lambda s: measure_launch(bench, s)),
             (0.18, lambda s: measure_matmuls(bench, precisions, s)),
-            (0.03, lambda s: measure_attention(bench, dtype, precision, s)),
-            (0.37, lambda s: measure_ops(bench, dtype, precision, s)),
+            (0.04, lambda s: measure_attention(bench, dtype, precision, s)),
+            (0.36, lambda s: measure_ops(bench, dtype, precision, s)),
             (0.02, lambda s: measure_copies(bench, s)),
             (0.02, lambda s: measure_adamw(bench, dtype, precision, s)),
             (0.30, links.measure_collectives),

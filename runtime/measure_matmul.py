@@ -15,6 +15,7 @@ faster than they run in a step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,25 +105,31 @@ def _in_turns(
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
-    """Causal attention, forward and backward, over sequence lengths."""
-    lengths = (32, 128, 512) if bench.device.type == "cpu" else (512, 2048, 8192)
-    bench.phase("attention", 2 * len(lengths), seconds)
-    for length in lengths:
-        shape = (2, 8, length, HEAD_DIM)
+    """Attention, causal and under a mask, forward and backward, over sequence lengths.
+
+    One row on a CPU, as in the micro-batches of small ranks: with two, a backward over 128 positions took 1.7 times as
+    long for each FLOP as it did in a step.
+    """
+    rows, lengths = (1, (32, 128, 512)) if bench.device.type == "cpu" else (2, (512, 2048, 8192))
+    bench.phase("attention", 4 * len(lengths), seconds)
+    forward = torch.ops.autoplan.attention.default
+    backward = torch.ops.autoplan.attention_backward.default
+    scale = HEAD_DIM**-0.5
+    for length, causal in itertools.product(lengths, (True, False)):
+        shape = (rows, 8, length, HEAD_DIM)
         q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype) for _ in range(4))
-        scale = HEAD_DIM**-0.5
-        forward = torch.ops.autoplan.attention.default
-        backward = torch.ops.autoplan.attention_backward.default
-        out, lse = forward(q, k, v, None, True, scale)
-        pairs = length * (length + 1) // 2  # of a query and a key that it attends to
+        seen = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
+        mask = None if causal else seen[None, None]
+        out, lse = forward(q, k, v, mask, causal, scale)
+        pairs = length * (length + 1) // 2 if causal else length**2  # of a query and a key that are multiplied
         multiply_adds = shape[0] * shape[1] * pairs * HEAD_DIM
         for call, args, products in (
-            (forward, (q, k, v, None, True, scale), 2),
-            (backward, (grad, q, k, v, out, lse, None, True, scale), 5),
+            (forward, (q, k, v, mask, causal, scale), 2),
+            (backward, (grad, q, k, v, out, lse, mask, causal, scale), 5),
         ):
             run = repeated(call, args, {}, 1)
             tensors = [t for t in (*args, *call(*args)) if isinstance(t, Tensor)]
-            name = "::".join(str(call).split(".")[:2])
+            name = "::".join(str(call).split(".")[:2]) + ("_causal" if causal else "")
             bench.add(
                 record="op", op=name, kind="matmul", precision=precision, flops=2 * products * multiply_adds,
                 bytes_moved=sum(t.nbytes for t in tensors), launches=1, value=bench.time_us(run),

@@ -241,11 +241,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def measure_launch(bench: Bench, seconds: float) -> None:
-    """What a call costs that has nothing to do."""
-    bench.phase("launches", 1, seconds)
+    """What a call costs that has nothing to do; on a CPU, which waits for its own calls, also one that makes a view."""
+    bench.phase("launches", 2, seconds)
     tiny = torch.zeros(1, device=bench.device)
     run = repeated(aten.add.Tensor, (tiny, tiny), {}, LAUNCH_CALLS)
     bench.add(record="constant", name="kernel_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
+    if bench.device.type == "cpu":
+        run = repeated(aten.view.default, (torch.zeros(4, 4), [16]), {}, LAUNCH_CALLS)
+        bench.add(record="constant", name="view_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
 
 
 def measure_ops(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:

@@ -6,7 +6,7 @@ whole graph (``GraphPrices``) and evaluated for each ``Sizes``. A node's bytes a
 because a sharding divides only those that are Shard: a matmul whose activations are sharded still reads the whole
 weight.
 
-    view, getitem, integers     nothing: no kernel, or one on the host
+    view, getitem, integers     nothing: no kernel; a view its launch, on a device that is its own host (calibrated)
     matmul, attention           FLOPs at the matrix rate of the operands' type
     everything else             bytes; FLOPs at the vector rate, which binds on devices with much bandwidth
     lookups, losses             only the rows that are asked for are read
@@ -29,10 +29,10 @@ from torch import fx
 from autoplan.capture.graph import BATCH, SEQ, Graph, Sizes, TensorSpec
 from autoplan.cost_models import flops as counting
 from autoplan.cost_models.compute import op_time_us
-from autoplan.cost_models.device import Device
+from autoplan.cost_models.device import VIEW, Device
 from autoplan.cost_models.symbols import compile_expressions
 from autoplan.sharding.placement import Placement
-from autoplan.sharding.registry import operand_specs, result_specs, tensor_operands
+from autoplan.sharding.registry import Call, operand_specs, result_specs, tensor_operands
 
 __all__ = ["GraphPrices", "NodeCount", "NodePrice", "count", "is_view", "node_time_us", "op_name", "times_us"]
 
@@ -77,11 +77,17 @@ class NodePrice:
 
 
 def op_name(node: fx.Node) -> str:
-    """The op as ``Device.op_rates`` names it: "gelu_backward", "autoplan::attention"; "" for what is no ATen op."""
+    """The op as ``Device.op_rates`` names it: "gelu_backward", "autoplan::attention"; "" for what is no ATen op.
+
+    Causal attention has a name of its own: how much of the upper triangle a kernel skips depends on its blocks.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     namespace, name, *_ = str(node.target).split(".")
-    return name if namespace == "aten" else f"{namespace}::{name}"
+    if namespace == "aten":
+        return name
+    causal = namespace == "autoplan" and "attention" in name and Call(node).arg("is_causal")
+    return f"{namespace}::{name}" + ("_causal" if causal else "")
 
 
 def is_view(node: fx.Node) -> bool:
@@ -335,11 +341,13 @@ Job = tuple[NodePrice, Sequence[Placement], Sequence[Placement], bool]
 def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -> npt.NDArray[np.float64]:
     """``node_time_us`` of many (price, operand placements, result placements, sharded) at once."""
     times = np.zeros(len(jobs))
+    view_us = dict(device.op_launches_us).get(VIEW, 0.0)
     rows = (*device.op_rates, *device.op_gflops, *device.op_launches_us)
     measured = {name.partition(".")[0] for name, _ in rows}
     groups: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
     for index, (price, operands, results, sharded) in enumerate(jobs):
         if price.kind == "free":
+            times[index] = view_us if price.op else 0.0
             continue
         flops = price.flops / degree if sharded else price.flops
         moved = _local_bytes(price.operand_bytes, operands, degree) + _local_bytes(price.result_bytes, results, degree)

@@ -53,7 +53,7 @@ def test_two_ranks_measure_and_the_rows_can_be_fitted(run_ranks: Callable[..., N
     timed = {(r.kind, r.level, r.members) for r in records if isinstance(r, CollectiveTime)}
     assert timed == {(kind, "intra", 2) for kind in (*KINDS, "send")}
     constants = {record.name: record.value for record in records if isinstance(record, Constant)}
-    assert set(constants) == {"kernel_launch_us", "comm_slowdown", "reserved_bytes"}
+    assert set(constants) == {"kernel_launch_us", "view_launch_us", "comm_slowdown", "reserved_bytes"}
     assert 50e6 < constants["reserved_bytes"] < 2e9  # torch alone holds this much
     cluster = fit(Cluster.parse("1x2xcpu"), records).cluster
     assert len(cluster.collectives) == len(KINDS) + 1
