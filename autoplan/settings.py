@@ -1,10 +1,12 @@
-"""The environment, read in one place: which rank this process is, and how long ranks wait for each other."""
+"""The environment, read in one place: which rank this process is, how long ranks wait for each other, and where what
+can be found again is kept."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoplan.errors import UserError
 
@@ -40,6 +42,12 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         launched="RANK" in env,
         timeout_s=_number(env, "AUTOPLAN_TIMEOUT_S", DEFAULT_TIMEOUT_S),
     )
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where files may be kept that can be made again; it need not exist."""
+    env = os.environ if environ is None else environ
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoplan"
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

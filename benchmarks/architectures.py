@@ -131,15 +131,15 @@ def transformer(kind: str, auto: str = "AutoModelForCausalLM", **fields: Any) ->
     return build
 
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GATED = {**TEXT, "intermediate_size": 56}
-GROUPED = {**GATED, "num_key_value_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-VISION = {"image_size": PICTURE, "num_channels": CHANNELS, "num_labels": CLASSES}
-SMALL_EXPERTS = {**GROUPED, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GATED: dict[str, Any] = {**TEXT, "intermediate_size": 56}
+GROUPED: dict[str, Any] = {**GATED, "num_key_value_heads": 2}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+VISION: dict[str, Any] = {"image_size": PICTURE, "num_channels": CHANNELS, "num_labels": CLASSES}
+SMALL_EXPERTS: dict[str, Any] = {**GROUPED, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 
 class _NoisePredictor(nn.Module):
@@ -186,7 +186,7 @@ def _lora() -> nn.Module:
 
     base = transformer("llama", **GROUPED)()
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    module: nn.Module = peft.get_peft_model(base, config)  # type: ignore[arg-type]
+    module: nn.Module = peft.get_peft_model(base, config)
     for name, param in module.named_parameters():
         if "lora_B" in name:  # zeros at first, which would hide mistakes
             nn.init.normal_(param, std=0.1)

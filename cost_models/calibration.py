@@ -2,6 +2,7 @@
 
     kernel_launch_us                 as measured; that of a view, where it was measured, is op_launch.view
     matmul_efficiency, by precision  mean time for each FLOP of the shapes near one size; peaks rise to what was reached
+    matmul_write, by precision       what a byte of the result costs beside that, so that the shapes agree best
     memory_efficiency                likewise, of sums of two tensors
     op_rates, op_gflops, op_launch   launch: where the line through an op's smallest sizes begins; rates: what is left,
                                      by size
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoplan.cost_models.calibration_fits import efficiency_table, fit_launch, fit_line, rate_table, rounded
+from autoplan.cost_models.calibration_fits import efficiency_table, fit_extra, fit_launch, fit_line, rate_table, rounded
 from autoplan.cost_models.calibration_records import CollectiveTime, Constant, OpTime, Record
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
@@ -96,12 +97,24 @@ def _with_matmuls(device: Device, ops: Sequence[OpTime]) -> Device:
     """Peaks and tables from plain products."""
     plain = [op for op in ops if op.kind == "matmul" and not _has_own_rate(op)]
     peaks, tables = dict(device.peak_tflops), dict(device.matmul_efficiency_of)
+    writes = dict(device.matmul_write_gbps)
     for precision, points in _grouped(plain, lambda op: op.precision).items():
         sizes, times = _per_launch(points)
         known = peaks.get(precision, 0.0) * 1e6
+        made = [point.result_bytes / point.launches for point in points]
+        per_byte_us = fit_extra(sizes, times, made, device.kernel_launch_us)
+        writes.pop(precision, None)
+        if per_byte_us > 0:
+            writes[precision] = rounded(1e-3 / per_byte_us)
+        times = [time_us - per_byte_us * size for time_us, size in zip(times, made, strict=True)]
         reached, tables[precision] = efficiency_table(sizes, times, device.kernel_launch_us, known)
         peaks[precision] = peaks[precision] if reached == known else rounded(reached * 1e-6)
-    return replace(device, peak_tflops=_by_precision(peaks), matmul_efficiency_of=_by_precision(tables))
+    return replace(
+        device,
+        peak_tflops=_by_precision(peaks),
+        matmul_efficiency_of=_by_precision(tables),
+        matmul_write_gbps=_by_precision(writes),
+    )
 
 
 P = TypeVar("P", float, EfficiencyTable)
@@ -188,6 +201,7 @@ def _op_residuals(device: Device, ops: Sequence[OpTime]) -> list[Residual]:
                 device,
                 point.kind,
                 point.op,
+                point.result_bytes / point.launches,
             )
             / point.time_us
             for point in points
@@ -239,6 +253,8 @@ def _with_sources(cluster: Cluster, residuals: Sequence[Residual], constants: di
         notes["op_launch"] = "measured by autoplan calibrate, with op_rates and op_gflops"
     if "matmul_efficiency" in notes:
         notes["peak_tflops"] = "as before, or the best that autoplan calibrate reached"
+    if cluster.device.matmul_write_gbps:
+        notes["matmul_write"] = "measured by autoplan calibrate, with matmul_efficiency"
     if "reserved_bytes" in constants or "memory_efficiency" in notes:
         notes["memory"] = "size as before; reserved_bytes measured; bandwidth as before, or the best reached"
     device = cluster.device
@@ -262,8 +278,8 @@ def _with_sources(cluster: Cluster, residuals: Sequence[Residual], constants: di
 
 _SUFFIX, _TITLE = "-calibrated", ", calibrated"
 _SECTIONS = (
-    "peak_tflops", "memory", "scale_up", "scale_out", "launch", "matmul_efficiency", "memory_efficiency",
-    "op_rates", "op_gflops", "op_launch", "overlap",
+    "peak_tflops", "memory", "scale_up", "scale_out", "launch", "matmul_efficiency", "matmul_write",
+    "memory_efficiency", "op_rates", "op_gflops", "op_launch", "overlap",
 )  # fmt: skip
 
 

@@ -62,6 +62,37 @@ def fit_launch(sizes: Sequence[float], times_us: Sequence[float]) -> float:
     return max(0.0, min(t1, t2, t1 - (t2 - t1) / (s2 - s1) * s1))
 
 
+EXTRAS = 24  # costs of a byte that are tried
+
+
+def fit_extra(sizes: Sequence[float], times_us: Sequence[float], amounts: Sequence[float], launch_us: float) -> float:
+    """Microseconds for each unit of a second amount, such that what is left of the times follows ``fit_rates`` best.
+
+    Tried in equal steps up to where nothing would be left of some time; 0 where no cost helps.
+    """
+    limits = [(t - launch_us) / a for t, a in zip(times_us, amounts, strict=True) if a > 0 and t > launch_us]
+    if not limits:
+        return 0.0
+
+    def error(extra_us: float) -> float:
+        rest = [t - extra_us * a for t, a in zip(times_us, amounts, strict=True)]
+        steps = fit_rates(sizes, rest, launch_us)
+        works, spent = [s for s, _ in steps], [s / rate for s, rate in steps]
+        fitted = [_spent(size, works, spent) + launch_us + extra_us * a for size, a in zip(sizes, amounts, strict=True)]
+        return float(np.sum(np.abs(np.log(np.asarray(fitted) / np.asarray(times_us)))))
+
+    return min((min(limits) * step / EXTRAS for step in range(EXTRAS)), key=error)
+
+
+def _spent(size: float, works: Sequence[float], spent: Sequence[float]) -> float:
+    """As ``steps.inflate`` reads a table: linear between its sizes, at the nearest rate outside."""
+    if size <= works[0]:
+        return size * spent[0] / works[0]
+    if size >= works[-1]:
+        return size * spent[-1] / works[-1]
+    return float(np.interp(size, works, spent))
+
+
 def fit_rates(sizes: Sequence[float], times_us: Sequence[float], launch_us: float) -> tuple[tuple[float, float], ...]:
     """(size, units per microsecond) at growing sizes, less what a launch costs; size/rate grows as well.
 

@@ -30,6 +30,7 @@ class OpTime:
     bytes_moved: float
     launches: int
     time_us: float
+    result_bytes: float = 0.0  # those of ``bytes_moved`` that were made, where that is known
 
     def __post_init__(self) -> None:
         owner = f"OpTime {self.op!r}"
@@ -123,6 +124,7 @@ def _read(row: Mapping[str, Any], where: str) -> Record:
             bytes_moved=reader.number("bytes_moved"),
             launches=reader.count("launches"),
             time_us=value,
+            result_bytes=reader.number("result_bytes", at_least=0) if reader.has("result_bytes") else 0.0,
         )
     reader.finish()
     return record

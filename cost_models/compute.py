@@ -8,6 +8,8 @@ and where the rate and the launch cost of that very op were measured (``Device.o
     time_us = launch + bytes / rate                                                         memory-bound
     time_us = launch + max(flops / rate, bytes / (memory bandwidth * memory efficiency))    attention, convolution
 
+To a matmul's arithmetic comes what its result costs to make, where that was measured (``Device.matmul_write_gbps``).
+
 The peaks, the efficiency tables, the rates and the launch cost are the device's data (``device.py``). The roofline is
 that of Williams, Waterman and Patterson (2009); making the roofs depend on size follows published planners' step
 tables.
@@ -37,14 +39,21 @@ def vector_precision(device: Device, precision: str) -> str:
 
 
 def op_time_us(
-    flops: Any, bytes_moved: Any, precision: str, device: Device, kind: str = "matmul", op: str | None = None
+    flops: Any,
+    bytes_moved: Any,
+    precision: str,
+    device: Device,
+    kind: str = "matmul",
+    op: str | None = None,
+    result_bytes: Any = 0,
 ) -> Any:
     """Time of one operation in microseconds.
 
     ``kind="matmul"``: ``flops`` run at the tensor rate of ``precision``, at the table's efficiency. ``kind="memory"``
     (elementwise, reductions, lookups): ``flops`` run at the vector rate, which binds only where bandwidth is plentiful.
     ``op`` names the op as ``Device.op_rates`` does; an op that was not measured is priced by its kind alone.
-    ``flops`` and ``bytes_moved`` may be numbers, numpy arrays or sympy expressions; ``flops.py`` counts them.
+    ``result_bytes``: those of ``bytes_moved`` that a matmul makes. Bytes and FLOPs (``flops.py`` counts them) may be
+    numbers, numpy arrays or sympy expressions.
     """
     if kind not in KINDS:
         raise ClusterError(f"no operation kind is called {kind!r}; {nearest(kind, KINDS)}")
@@ -53,7 +62,8 @@ def op_time_us(
     if kind == "matmul":
         gflops = device.op_gflops_table(op, precision)
         own = None if gflops is None else inflate(flops, gflops) * 1e-3
-        arithmetic_us = inflate(flops, device.matmul_table(precision)) / peak if own is None else own
+        table_us = inflate(flops, device.matmul_table(precision)) / peak
+        arithmetic_us = table_us + device.matmul_write_us(result_bytes, precision) if own is None else own
     else:
         gbps = device.op_rate_table(op, precision)
         if gbps is not None:

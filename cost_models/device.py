@@ -12,8 +12,10 @@ section carries the ``source`` and ``date`` of its figures:
                          [matmul_efficiency.fp32] steps
     [memory_efficiency]  steps: [bytes moved by one operation, fraction of memory bandwidth reached]
 
-Four more are for what has been measured, and may be left out, as may their source and date:
+Five more are for what has been measured, and may be left out, as may their source and date:
 
+    [matmul_write]       bytes of a matmul's result made per second, 1e9 bytes/s by precision, on top of the time that
+                         its FLOPs take: new pages on a CPU; where it is left out, results cost nothing more
     [op_rates]           bytes moved per second by one op, 1e9 bytes/s: a number, or steps [bytes moved, rate]; an op
                          that is not named follows the memory table
     [op_gflops]          FLOPs per second of one op, 1e9 FLOP/s: a number, or steps [FLOPs, rate]; an op that is not
@@ -131,6 +133,7 @@ class Device:
     memory_efficiency: EfficiencyTable
     figures: tuple[Figure, ...]
     matmul_efficiency_of: tuple[tuple[str, EfficiencyTable], ...] = ()  # precisions that have a table of their own
+    matmul_write_gbps: tuple[tuple[str, float], ...] = ()
     op_rates: tuple[tuple[str, RateTable], ...] = ()
     op_gflops: tuple[tuple[str, RateTable], ...] = ()
     op_launches_us: tuple[tuple[str, float], ...] = ()
@@ -157,6 +160,10 @@ class Device:
         for precision, _ in self.matmul_efficiency_of:
             if precision not in PRECISIONS:
                 raise ClusterError(f"{owner}: precision {precision!r} is unknown; {nearest(precision, PRECISIONS)}")
+        for precision, gbps in self.matmul_write_gbps:
+            if precision not in PRECISIONS:
+                raise ClusterError(f"{owner}: precision {precision!r} is unknown; {nearest(precision, PRECISIONS)}")
+            check_number(owner, f"matmul_write.{precision}", gbps, above=0)
         for op, launch_us in self.op_launches_us:
             check_number(owner, f"op_launch.{op}", launch_us, at_least=0)
 
@@ -175,6 +182,11 @@ class Device:
     def matmul_table(self, precision: str) -> EfficiencyTable:
         """The fraction of the peak of ``precision`` that its matmuls reach."""
         return dict(self.matmul_efficiency_of).get(precision, self.matmul_efficiency)
+
+    def matmul_write_us(self, size_bytes: Any, precision: str) -> Any:
+        """What a matmul's result of so many bytes costs beside its FLOPs. A number, an array or an expression."""
+        gbps = dict(self.matmul_write_gbps).get(precision)
+        return 0.0 if gbps is None else size_bytes / (gbps * 1e3)
 
     def op_rate_table(self, op: str | None, precision: str) -> RateTable | None:
         """1e9 bytes per second of ``op``, by the bytes it moves; None where it was not measured."""
@@ -206,6 +218,7 @@ class Device:
             "memory_efficiency": _rows(self.memory_efficiency),
         }
         measured: dict[str, dict[str, Any]] = {
+            "matmul_write": dict(self.matmul_write_gbps),
             "op_rates": _plain(self.op_rates),
             "op_gflops": _plain(self.op_gflops),
             "op_launch": dict(self.op_launches_us),
@@ -244,6 +257,7 @@ class Device:
         launch, matmul, moved = section("launch"), section("matmul_efficiency"), section("memory_efficiency")
         own = tuple((name, matmul.table(name)) for name in PRECISIONS if matmul.has(name))
         tables += [table for _, table in own]
+        write = section("matmul_write", measured=True)
         rates, gflops = section("op_rates", measured=True), section("op_gflops", measured=True)
         launches, overlap = section("op_launch", measured=True), section("overlap", measured=True)
         if not peak_tflops:
@@ -270,6 +284,7 @@ class Device:
             memory_efficiency=_steps(moved),
             figures=tuple(figures),
             matmul_efficiency_of=tuple((name, _steps(table)) for name, table in own),
+            matmul_write_gbps=tuple((name, write.number(name, above=0)) for name in PRECISIONS if write.has(name)),
             op_rates=tuple((op, _rate(rates, op)) for op in _ops(rates)),
             op_gflops=tuple((op, _rate(gflops, op)) for op in _ops(gflops)),
             op_launches_us=tuple((op, launches.number(op, at_least=0)) for op in _ops(launches)),

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from autoplan.runtime.measure_bench import Bench
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-SIZES = (1_024, 16_384, 262_144, 2_097_152, 16_777_216)  # bytes; the larger ones only where the link is fast
-STEP = 8  # between the larger sizes
+SIZES = (1_024, 16_384, 262_144, 2_097_152, 6_291_456, 33_554_432)  # bytes; the larger ones only on fast links
+# Of ``Bench.longest_s``, that the next size may take. A shaped link lets a burst pass at once: fitted to sizes up to
+# 2 MB alone, a link of 25 MB/s looked like one of 30.
+LONGEST = 3
 WORK_S = 0.01
 ROUNDS = 3
 FEWEST, MOST = 2, 40  # collectives in one block
@@ -168,7 +170,8 @@ class Links:
             per_node=shape.per_node if shape.level == "inter" else 1, size_bytes=size_bytes,
             value=max(statistics.median(extra), probe) / transfers * 1e6,
         )  # fmt: skip
-        return STEP * probe < 2 * bench.longest_s
+        larger = [size for size in SIZES if size > size_bytes * 1.5]
+        return not larger or probe * larger[0] / size_bytes < LONGEST * bench.longest_s
 
     def measure_overlap(self, seconds: float) -> None:
         """How much slower computing is while a large collective of all ranks is under way."""

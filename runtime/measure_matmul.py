@@ -6,6 +6,7 @@ At each level of FLOPs, for a layer of ``n`` features:
     mm      (8n, n) (n, n)ᵀ       a linear layer, and the gradient of its input
     addmm   (4n, n) (4n, n)ᵀ      a layer that widens, with bias
     mm      (8n, n)ᵀ (8n, n)      the gradient of a weight
+    mm      (n/2, 2n)ᵀ (n/2, 2n)  the same from few rows: the most result for its FLOPs
     bmm     16 heads of (s, 64) (64, s)
 
 Calls take turns on several sets of operands, more than caches hold: in a step every layer has weights of its own, and
@@ -56,12 +57,17 @@ def _weight_gradient(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]
     return aten.mm.default, (make(8 * n, n).t(), make(8 * n, n))
 
 
+def _few_rows(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
+    n = _near((flops / 4) ** (1 / 3))
+    return aten.mm.default, (make(n // 2, 2 * n).t(), make(n // 2, 2 * n))
+
+
 def _heads(make: Make, flops: float) -> tuple[Any, tuple[Tensor, ...]]:
     s = _near((flops / (2 * HEADS * HEAD_DIM)) ** 0.5)
     return aten.bmm.default, (make(HEADS, s, HEAD_DIM), make(HEADS, HEAD_DIM, s))
 
 
-SHAPES = (_square, _linear, _widening, _weight_gradient, _heads)
+SHAPES = (_square, _linear, _widening, _weight_gradient, _few_rows, _heads)
 
 
 def _near(size: float) -> int:
@@ -90,7 +96,8 @@ def measure_matmuls(bench: Bench, precisions: Sequence[str], seconds: float) -> 
                 bench.add(
                     record="op", op=str(call).split(".")[1], kind="matmul", precision=precision,
                     flops=2 * left.numel() * right.shape[-1],
-                    bytes_moved=sum(t.nbytes for t in args) + made, launches=1, value=bench.time_us(run),
+                    bytes_moved=sum(t.nbytes for t in args) + made, result_bytes=made, launches=1,
+                    value=bench.time_us(run),
                 )  # fmt: skip
 
 

@@ -139,6 +139,7 @@ class CountedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 Bound = Mapping[str, Any]
+Draw = Callable[[CountedRandom, Bound], Any]
 
 
 def _native_dropout(mode: CountedRandom, a: Bound) -> tuple[Tensor, Tensor]:
@@ -149,24 +150,24 @@ def _native_dropout(mode: CountedRandom, a: Bound) -> tuple[Tensor, Tensor]:
     return (x * (1.0 / (1.0 - p) if p < 1.0 else 0.0)).masked_fill(~mask, 0.0), mask
 
 
-def _bernoulli(mode: CountedRandom, a: Bound) -> Tensor:
+def _bernoulli(mode: CountedRandom, a: Bound) -> Any:
     x, p = a["self"], a.get("p", a["self"])
     return (mode.uniform(x.shape, torch.float32) < p).to(x.dtype)
 
 
-def _uniform(mode: CountedRandom, a: Bound) -> Tensor:
+def _uniform(mode: CountedRandom, a: Bound) -> Any:
     x, low, high = a["self"], a["from"], a["to"]
     return low + (high - low) * mode.uniform(x.shape, x.dtype)
 
 
-def _normal(mode: CountedRandom, a: Bound) -> Tensor:
+def _normal(mode: CountedRandom, a: Bound) -> Any:
     """``self`` is a tensor to be filled; otherwise mean and std may be tensors."""
     mean, std = a["mean"], a["std"]
     like = a.get("self", mean if isinstance(mean, Tensor) else std)
     return mean + std * mode.normal(like.shape, like.dtype)
 
 
-def _exponential(mode: CountedRandom, a: Bound) -> Tensor:
+def _exponential(mode: CountedRandom, a: Bound) -> Any:
     x = a["self"]
     return -torch.log1p(-mode.uniform(x.shape, x.dtype)) / a["lambd"]
 
@@ -188,7 +189,7 @@ def _randn(mode: CountedRandom, a: Bound) -> Tensor:
     return mode.normal(_size(a), _dtype(a))
 
 
-def _randint(mode: CountedRandom, a: Bound) -> Tensor:
+def _randint(mode: CountedRandom, a: Bound) -> Any:
     low, high = a.get("low", 0), a["high"]
     drawn = mode.uniform(_size(a), torch.float64) * (high - low)
     like = a["self"].dtype if "self" in a else torch.int64
@@ -196,17 +197,17 @@ def _randint(mode: CountedRandom, a: Bound) -> Tensor:
     return (drawn.floor() + low).to(given if isinstance(given, torch.dtype) else like)
 
 
-def _filling(draw: Callable[[CountedRandom, Bound], Tensor]) -> Callable[[CountedRandom, Bound], Tensor]:
+def _filling(draw: Draw) -> Draw:
     """The form that overwrites ``self``."""
 
-    def fill(mode: CountedRandom, a: Bound) -> Tensor:
+    def fill(mode: CountedRandom, a: Bound) -> Any:
         target: Tensor = a["self"]
         return target.copy_(draw(mode, a))
 
     return fill
 
 
-_DRAWS: dict[str, Callable[[CountedRandom, Bound], Any]] = {
+_DRAWS: dict[str, Draw] = {
     "aten.native_dropout.default": _native_dropout,
     "aten.bernoulli.default": _bernoulli,
     "aten.bernoulli.p": _bernoulli,

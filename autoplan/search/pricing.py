@@ -344,19 +344,22 @@ def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -
     view_us = dict(device.op_launches_us).get(VIEW, 0.0)
     rows = (*device.op_rates, *device.op_gflops, *device.op_launches_us)
     measured = {name.partition(".")[0] for name, _ in rows}
-    groups: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[int, float, float, float]]] = {}
     for index, (price, operands, results, sharded) in enumerate(jobs):
         if price.kind == "free":
             times[index] = view_us if price.op else 0.0
             continue
         flops = price.flops / degree if sharded else price.flops
-        moved = _local_bytes(price.operand_bytes, operands, degree) + _local_bytes(price.result_bytes, results, degree)
+        made = _local_bytes(price.result_bytes, results, degree)
+        moved = _local_bytes(price.operand_bytes, operands, degree) + made
         rate = price.precision if price.precision in device.precisions else precision
         op = price.op if price.op in measured else ""
-        groups.setdefault((price.kind, rate or precision, op), []).append((index, flops, moved))
+        groups.setdefault((price.kind, rate or precision, op), []).append((index, flops, moved, made))
     for (kind, rate, op), members in groups.items():
-        where, flops_at, bytes_at = zip(*members, strict=True)
-        times[list(where)] = op_time_us(np.asarray(flops_at), np.asarray(bytes_at), rate, device, kind, op)
+        where, flops_at, bytes_at, made_at = zip(*members, strict=True)
+        times[list(where)] = op_time_us(
+            np.asarray(flops_at), np.asarray(bytes_at), rate, device, kind, op, np.asarray(made_at)
+        )
     return times
 
 

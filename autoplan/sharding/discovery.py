@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autoplan.capture.graph import Sizes
+from autoplan.settings import cache_folder
 from autoplan.sharding.registry import Dims, operand_specs, result_specs, tensor_operands
 from autoplan.sharding.rule import Rule
 from autoplan.sharding.verify import random_operands, run_on
@@ -228,8 +229,7 @@ def _key(node: fx.Node) -> str:
 
 
 def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "autoplan" / "rules.json"
+    return cache_folder() / "rules.json"
 
 
 def _read() -> dict[str, tuple[Factor, ...]]:

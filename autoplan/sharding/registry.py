@@ -201,7 +201,7 @@ def declare_rule(
     add(str(target), text_rule(text, fixed=fixed, linear=linear))
 
 
-def text_rule(text: str, *, fixed: Iterable[str] = (), linear: Iterable[Sequence[int]] = ()) -> RuleFunction:
+def text_rule(text: str, *, fixed: Iterable[str] = (), linear: Iterable[Sequence[int]] = ()) -> Callable[[Call], Rule]:
     """The rule that a line of text describes.
 
     Operands in the order of ``tensor_operands``, ``1`` for a dim of size one that broadcasts, ``(b s)`` for a dim

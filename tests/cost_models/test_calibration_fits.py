@@ -1,5 +1,6 @@
 """Lines and tables found again in times that were made from them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cost_models.calibration_fits import efficiency_table, fit_launch, fit_line, fit_rates, rate_table
+from autoplan.cost_models.calibration_fits import (
+    efficiency_table,
+    fit_extra,
+    fit_launch,
+    fit_line,
+    fit_rates,
+    rate_table,
+)
 from autoplan.cost_models.steps import RateTable, inflate
 
 SIZES = (1e3, 1.6e4, 2.6e5, 2.1e6, 1.7e7)
@@ -91,3 +99,14 @@ def test_a_peak_rises_to_what_was_reached():
     assert peak == 1e6
     assert table.steps[-1][1] == 1.0
     assert efficiency_table((1e6, 1e8), (10.0, 100.0), 0.0, peak=4e6)[1].steps[-1][1] == pytest.approx(0.25)
+
+
+def test_what_a_result_costs_is_told_from_what_its_work_costs() -> None:
+    """Two shapes at each size, one with ten times the result: a table of sizes alone could not hold both."""
+    sizes = [size for size in (1e6, 1e7, 1e8, 1e9) for _ in range(2)]
+    made = [size ** (2 / 3) * factor for size, factor in zip(sizes, itertools.cycle((1.0, 10.0)), strict=False)]
+    times = [5.0 + size / 2e4 + 4e-4 * amount for size, amount in zip(sizes, made, strict=True)]
+    found = fit_extra(sizes, times, made, 5.0)
+    assert found == pytest.approx(4e-4, rel=0.1)
+    assert fit_extra(sizes, [5.0 + size / 2e4 for size in sizes], made, 5.0) == 0.0
+    assert fit_extra(sizes, times, [0.0] * len(sizes), 5.0) == 0.0

@@ -155,12 +155,13 @@ def calibrated():
     cluster = Cluster.parse("2x2xcpu")
     figures = tuple(
         Figure(section=section, source="measured", date="2026-12-01")
-        for section in ("op_rates", "op_gflops", "op_launch", "overlap")
+        for section in ("matmul_write", "op_rates", "op_gflops", "op_launch", "overlap")
     )
     found = replace(
         cluster.device,
         name="cpu-calibrated",
         aliases=(),
+        matmul_write_gbps=(("fp32", 2.2),),
         op_rates=(("_softmax", RateTable.constant(1.25)), ("adamw", RateTable(steps=((1e4, 1.0), (1e6, 3.5))))),
         op_gflops=(("autoplan::attention", RateTable.constant(21.0)), ("bmm.fp32", RateTable.constant(33.0))),
         op_launches_us=(("autoplan::attention", 40.0),),
@@ -196,6 +197,7 @@ def test_measured_constants_round_trip(tmp_path):
         {"comm_slowdown": 0.0},
         {"reserved_bytes": 0},
         {"matmul_efficiency_of": ()},
+        {"matmul_write_gbps": ()},
     ],
 )
 def test_measured_constants_count_in_the_fingerprint(change):

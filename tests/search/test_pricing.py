@@ -84,7 +84,17 @@ def test_views_are_free_and_shapes_are_those_at_the_sizes(graph: Graph, prices: 
     view = of(graph, prices, "aten.view.default", sizes)
     assert view.kind == "free"
     assert node_time_us(view, Cluster.parse("1x8xh100-sxm").device, "bf16") == 0.0
+    host = replace(Cluster.parse("1x1xcpu").device, op_launches_us=(("view", 2.5),))
+    assert node_time_us(view, host, "fp32") == 2.5  # a processor that is its own host waits for its views
     assert of(graph, prices, "aten.embedding.default", sizes).shapes == ((3, 40, WIDTH),)
+
+
+def test_a_product_s_result_costs_what_was_measured_beside_its_flops(graph: Graph, prices: GraphPrices) -> None:
+    plain = Cluster.parse("1x1xcpu").device
+    device = replace(plain, matmul_write_gbps=(("fp32", 2.0),))
+    product = of(graph, prices, "aten.mm.", Sizes(batch=2, seq=16))
+    extra_us = sum(product.result_bytes) / 2000
+    assert node_time_us(product, device, "fp32") == pytest.approx(node_time_us(product, plain, "fp32") + extra_us)
 
 
 def test_measured_rates_are_found_by_the_name_of_the_op(graph: Graph, prices: GraphPrices) -> None:
@@ -92,7 +102,9 @@ def test_measured_rates_are_found_by_the_name_of_the_op(graph: Graph, prices: Gr
     plain = Cluster.parse("1x1xcpu").device
     rate = RateTable.constant(0.25)
     device = replace(
-        plain, op_rates=(("gelu_backward", rate),), op_gflops=(("autoplan::attention_backward", rate), ("mm", rate))
+        plain,
+        op_rates=(("gelu_backward", rate),),
+        op_gflops=(("autoplan::attention_backward_causal", rate), ("mm", rate)),
     )
     gelu = of(graph, prices, "aten.gelu_backward.", sizes)
     moved = sum(gelu.operand_bytes) + sum(gelu.result_bytes)
