@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture import _torch_private as private
 from autoplan.capture.attention import OneAttention
+from autoplan.capture.experts import OneGroupedProduct
 from autoplan.capture.random import KEY, KEY_SIZE, CountedRandom
 from autoplan.errors import ModelError
 
@@ -155,7 +156,7 @@ def trace(
         with ExitStack() as stack:
             if promote:
                 stack.enter_context(Promote())  # type: ignore[no-untyped-call]
-            with OneAttention(), CountedRandom(xs[-1], symbolic_batch):
+            with OneAttention(), OneGroupedProduct(), CountedRandom(xs[-1], symbolic_batch):
                 loss = _call(model, state, _refill(batch, xs[:-1]), loss_fn)
             private.stamp_backward(loss)
             wanted = [ps[i] for i in trainable]
@@ -167,7 +168,7 @@ def trace(
 
     tangent = world.empty((), torch.float64 if promote else torch.float32)
     try:
-        with world.mode:
+        with world.mode, private.quiet():
             args = (fake_params, fake_buffers, fake_leaves, tangent)
             module = private.trace(joint, args)
             if any(_mutates(n) for n in module.graph.nodes):

@@ -156,6 +156,18 @@ def _matmul(node: fx.Node, operands: Sequence[TensorSpec]) -> NodeCount:
     )
 
 
+def _grouped(node: fx.Node, operands: Sequence[TensorSpec]) -> NodeCount:
+    """autoplan::grouped_mm(a, b, offs): each row once, with one matrix or as one of a contracted dim."""
+    (rows, inner), width = operands[0].shape, operands[1].shape[-1]
+    return NodeCount(
+        kind="matmul",
+        flops=2 * rows * inner * width,
+        operand_bytes=tuple(spec.size_bytes for spec in operands),
+        result_bytes=_results(node),
+        precision=_PRECISION.get(operands[0].dtype),
+    )
+
+
 def _attention(node: fx.Node, operands: Sequence[TensorSpec]) -> NodeCount:
     """autoplan::attention(q, k, v, mask?, is_causal, scale) and its backward (grad first, out and lse after v).
 
@@ -250,6 +262,7 @@ def _nll_loss_backward(node: fx.Node, operands: Sequence[TensorSpec]) -> NodeCou
 
 _COUNTS: Mapping[str, _Count] = {
     **dict.fromkeys(("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"), _matmul),
+    "autoplan.grouped_mm": _grouped,
     **dict.fromkeys(("autoplan.attention", "autoplan.attention_backward"), _attention),
     **dict.fromkeys(("aten.convolution", "aten.convolution_backward"), _convolution),
     **dict.fromkeys(("aten.embedding", "aten.index", "aten.gather", "aten.index_select"), _lookup),

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoplan.capture.graph import Sizes
+from autoplan.sharding import _torch_private
 from autoplan.sharding.factors import evaluate
 from autoplan.sharding.lowering import LOWERINGS
 from autoplan.sharding.placement import Placement, S
@@ -217,6 +218,23 @@ def _lower_add_on_first_rank(c: _Context) -> LocalCall:
     return LocalCall(LOWERINGS["add_on_first_rank"], c.args[:3], kwargs)
 
 
+def _lower_mean_of_losses(c: _Context) -> LocalCall:
+    """Tensors as they come, whatever else the op has by name."""
+    call = Call(c.node)
+    tensors = [c.arg(name) for name, _, _ in call.tensors()]
+    names = [name for name, _, _ in call.tensors()]
+    assert isinstance(c.node.target, torch._ops.OpOverload)
+    others = {name for name, _, _ in _torch_private.schema_arguments(c.node.target)} - set(names)
+    keywords = {name: c.arg(name) for name in sorted(others) if c.arg(name) is not None}
+    return LocalCall(LOWERINGS["mean_of_losses"], tuple(tensors), {"call": c.node.target, "keywords": keywords})
+
+
+def _lower_experts(c: _Context) -> LocalCall:
+    groups = evaluate(Call(c.node).shape("offs")[0], c.sizes)
+    placement = c.operand("b")[0] if c.operand("b")[0].kind == "S" else c.choice.results[0]
+    return LocalCall(LOWERINGS["experts"], c.args[:3], {"groups": groups, "blocks": placement.blocks})
+
+
 _LOSS = {"reduction": "reduction", "ignore_index": "ignore_index"}
 _LOWERED: dict[str, Callable[[_Context], LocalCall]] = {
     "add_on_first_rank": _lower_add_on_first_rank,
@@ -237,5 +255,7 @@ _LOWERED: dict[str, Callable[[_Context], LocalCall]] = {
     "causal_attention_backward": _lower_causal(
         "causal_attention_backward", "grad", "q", "k", "v", "out", "lse", "mask"
     ),
+    "experts": _lower_experts,
+    "mean_of_losses": _lower_mean_of_losses,
 }
 assert _LOWERED.keys() == LOWERINGS.keys()

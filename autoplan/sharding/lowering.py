@@ -212,6 +212,39 @@ def causal_attention_backward(
     return torch.ops.autoplan.attention_backward(grad, q, k, v, out, lse, seen, False, scale)  # type: ignore[no-any-return]
 
 
+def mean_of_losses(
+    *tensors: Tensor, call: Callable[..., Tensor], keywords: dict[str, Any], rank: int, degree: int, group_name: str
+) -> Tensor:
+    """A rank's share of a mean over all elements, or of its gradient: what its own mean is, over as many ranks as there
+    are."""
+    return call(*tensors, **keywords) / degree
+
+
+def experts(
+    a: Tensor, b: Tensor, offs: Tensor, *, groups: int, blocks: int, rank: int, degree: int, group_name: str
+) -> Tensor:
+    """The products of the experts that this rank has: of rows with its matrices (rows of others are zero), or of runs
+    of the contracted dim.
+
+    How many rows are its own depends on data; without data (on the meta device) it is an equal share.
+    """
+    own = groups // degree // blocks  # experts of one block, which follow each other
+    rows = a.shape[1] if b.dim() == 2 else a.shape[0]
+    before = torch.cat([offs.new_zeros(1), offs])
+    product = torch.ops.autoplan.grouped_mm
+    made = a.new_zeros(rows, b.shape[2]) if b.dim() == 3 else a
+    found = []
+    for block in range(blocks):
+        first = (block * degree + rank) * own
+        start, end = (0, rows // degree // blocks) if a.is_meta else (int(before[first]), int(before[first + own]))
+        local = offs[first : first + own] - before[first]
+        if b.dim() == 2:
+            found.append(product(a[:, start:end], b[start:end], local))
+        else:
+            made[start:end] = product(a[start:end], b[block * own : (block + 1) * own], local)
+    return torch.cat(found) if found else made
+
+
 LOWERINGS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
@@ -229,6 +262,8 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
         nll_loss_backward_classes,
         causal_attention,
         causal_attention_backward,
+        experts,
+        mean_of_losses,
     )
 }
 

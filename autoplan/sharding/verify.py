@@ -118,6 +118,8 @@ def check_example(target: torch._ops.OpOverload | str, build: Callable[[Call], R
 
 # -- operands
 
+_GROUPED = {"aten._grouped_mm.default": ("self", "mat2"), "autoplan.grouped_mm.default": ("a", "b")}
+
 
 def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(tensor_operands(node)))
@@ -128,10 +130,11 @@ def random_operands(node: fx.Node, sizes: Sizes, dtype: torch.dtype, generator: 
     specs = dict(zip(tensor_operands(node), operand_specs(node), strict=True))
     limits = _index_limits(node, sizes)
     drawn = {n: _random(spec, sizes, dtype, limits.get(n, (0, 4)), generator) for n, spec in specs.items()}
-    if str(node.target) == "aten._grouped_mm.default":  # ends of runs ascend, the last is the end of the dim
+    if "grouped_mm" in str(node.target):  # ends of runs ascend, the last is the end of the dim
         offs = Call(node).arg("offs")
-        groups, whole = len(drawn[offs]), drawn[Call(node).arg("mat2")].shape
-        end = drawn[Call(node).arg("self")].shape[0] if len(whole) == 3 else whole[0]
+        left, right = (Call(node).arg(name) for name in _GROUPED[str(node.target)])
+        groups, whole = len(drawn[offs]), drawn[right].shape
+        end = drawn[left].shape[0] if len(whole) == 3 else whole[0]
         drawn[offs] = torch.linspace(0, end, groups + 1)[1:].to(torch.int32)
     return list(drawn.values())
 

@@ -651,6 +651,68 @@ def nll_backward_none(d: Dim) -> fx.Node:
     return single(aten.nll_loss_backward.default, T(a), T(a, c), ints(a), None, 0, 1, T())
 
 
+@case("d0", "d1")
+def mse_none(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.mse_loss.default, T(a, b), T(a, b), 0)
+
+
+@case("d0", "d1")
+def mse_mean(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.mse_loss.default, T(a, b), T(a, b), 1)
+
+
+@case("d0", "d1")
+def smooth_l1_sum(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.smooth_l1_loss.default, T(a, b), T(a, b), 2, 0.5)
+
+
+@case("d0", "d1")
+def mse_backward_mean(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.mse_loss_backward.default, T(), T(a, b), T(a, b), 1)
+
+
+@case("d0", "d1")
+def huber_backward_none(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.huber_loss_backward.default, T(a, b), T(a, b), T(a, b), 0, 1.5)
+
+
+@case("d0")
+def weight_norm(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten._weight_norm_interface.default, T(a, b, 3), T(a, 1, 1), 0)
+
+
+@case("d2")
+def weight_norm_backward(d: Dim) -> fx.Node:
+    a, c = d(), d()
+    return single(
+        aten._weight_norm_interface_backward.default, T(a, 3, c), T(a, 3, c), T(1, 1, c), T(1, 1, c), 2
+    )
+
+
+@case("k", "n", "e")
+def experts(d: Dim) -> fx.Node:
+    e, k, n = d(), d(), d()
+    return single(torch.ops.autoplan.grouped_mm.default, T(24, k), T(e, k, n), T(e, dtype=torch.int32))
+
+
+@case("k", "n", "e")
+def experts_gradient(d: Dim) -> fx.Node:
+    e, k, n = d(), d(), d()
+    return single(torch.ops.autoplan.grouped_mm.default, T(k, 24), T(24, n), T(e, dtype=torch.int32))
+
+
+@case("d0", "d1")
+def softplus_backward(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.softplus_backward.default, T(a, b), T(a, b), 1.0, 20.0)
+
+
 # -- creation
 
 

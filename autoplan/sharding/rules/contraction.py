@@ -27,6 +27,27 @@ def addmm(call: Call) -> Rule:
     return call.rule(operands, [result], linear=[("self", left), ("self", right)], lowered={"k": "add_on_first_rank"})
 
 
+@rule("autoplan.grouped_mm.default")
+def experts(call: Call) -> Rule:
+    """Products of experts, which a rank may have a part of: expert parallelism.
+
+    ``m k, e k n, e -> m n``: with e sharded a rank multiplies the rows of its own experts and leaves zeros elsewhere,
+    so results are Partial. ``k m, m n, e -> e k n``: the gradients of its own experts. Either way it needs all offsets,
+    and they say which rows are whose, so the rows stay whole.
+    """
+    offsets: Dims = (("x",),)
+    sizes = {"x": call.shape("offs")[0]}
+    if len(call.shape("b")) == 3:
+        operands: dict[str, Dims] = {"a": (("m",), ("k",)), "b": (("e",), ("k",), ("n",)), "offs": offsets}
+        result: Dims = (("m",), ("n",))
+    else:
+        operands = {"a": (("k",), ("m",)), "b": (("m",), ("n",)), "offs": offsets}
+        result = (("e",), ("k",), ("n",))
+    return call.rule(
+        operands, [result], sizes=sizes, fixed=["m", "x"], linear=[("a",), ("b",)], lowered={"e": "experts"}
+    )
+
+
 @rule("aten._grouped_mm.default")
 def grouped_mm(call: Call) -> Rule | None:
     """One product for each run of rows (``m k, e k n -> m n``) or of the contracted dim (``m k, k n -> e m n``).

@@ -26,7 +26,7 @@ def embedding_backward(call: Call) -> Rule | None:
     return call.rule(operands, [(("v",), ("d",))], linear=[("grad_output",)], lowered={"v": "embedding_backward"})
 
 
-@rule("aten.index.Tensor")
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(call: Call) -> Rule | None:
     """Indexed dims are fixed, the dims of the index and the untouched dims are free."""
     shape = call.shape("self")
@@ -50,7 +50,7 @@ def index(call: Call) -> Rule | None:
     )
 
 
-@rule("aten.index_put.default")
+@rule("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(call: Call) -> Rule | None:
     """``x d, t, t d -> x d``: the dims behind the indexed ones are free, if those come first."""
     shape, indices = call.shape("self"), call.arg("indices")

@@ -53,6 +53,32 @@ def layer_norm_backward(call: Call) -> Rule:
     return call.rule(operands, [whole, own, own], fixed=[c for dim in own for c in dim], linear=[("grad_out",)])
 
 
+@rule("aten._weight_norm_interface.default")
+def weight_norm(call: Call) -> Rule:
+    """``v / |v| * g``, each slice along ``dim`` by itself."""
+    letters, slices = _weight_norm_dims(call, "v")
+    fixed = [c for i, d in enumerate(letters) for c in d if i != _weight_norm_dim(call, letters)]
+    return call.rule({"v": letters, "g": slices}, [letters, slices], fixed=fixed)
+
+
+@rule("aten._weight_norm_interface_backward.default")
+def weight_norm_backward(call: Call) -> Rule:
+    letters, slices = _weight_norm_dims(call, "saved_v")
+    fixed = [c for i, d in enumerate(letters) for c in d if i != _weight_norm_dim(call, letters)]
+    operands = {"grad_w": letters, "saved_v": letters, "saved_g": slices, "saved_norms": slices}
+    return call.rule(operands, [letters, slices], fixed=fixed, linear=[("grad_w",)])
+
+
+def _weight_norm_dim(call: Call, letters: tuple[tuple[str, ...], ...]) -> int:
+    return call.dim(call.arg("dim", 0), len(letters))
+
+
+def _weight_norm_dims(call: Call, weight: str) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    letters = numbered("d", call.shape(weight))
+    kept = _weight_norm_dim(call, letters)
+    return letters, tuple(d if i == kept else () for i, d in enumerate(letters))
+
+
 def _layer_norm_dims(call: Call) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
     shape = call.shape("input")
     count = len(call.arg("normalized_shape"))

@@ -42,7 +42,8 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @rule("pointwise", "aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default",
       "aten.lift_fresh_copy.default", "aten.where.self",
-      "aten.floor_divide.default", "aten.native_dropout_backward.default")  # fmt: skip
+      "aten.floor_divide.default", "aten.native_dropout_backward.default",
+      "aten.softplus_backward.default")  # fmt: skip
 def pointwise(call: Call) -> Rule:
     """``d0 d1, d0 1 -> d0 d1`` and the like; also what any operator with torch's pointwise tag gets."""
     return broadcast(call, _LINEAR.get(str(call.node.target), ()))
@@ -53,6 +54,12 @@ def add(call: Call) -> Rule:
     """Linear in both operands together; adding a number is not linear."""
     both = len(call.tensors()) == 2
     return broadcast(call, (("self", "other"),) if both else ())
+
+
+@rule("aten.copy.default")
+def copy(call: Call) -> Rule:
+    """``src`` broadcast to the shape of ``self``, whose values do not matter."""
+    return broadcast(call, (("src",),))
 
 
 @rule("aten.addcmul.default")
