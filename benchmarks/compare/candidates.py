@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -94,15 +94,18 @@ def spread_out(ranked: Sequence[Alternative], pick: Alternative, count: int) -> 
     return taken
 
 
-def samples(problem: Problem, generator: random.Random, *, limit_us: float) -> Iterator[Alternative]:
+def samples(
+    problem: Problem, generator: random.Random, *, limit_us: float, pins: Pins | None = None
+) -> Iterator[Alternative]:
     """Random legal plans that fit and take at most ``limit_us``, for ever; None of the priced ones are remembered.
 
     Meshes take turns, so that those with many micro-batch sizes are not drawn more often.
     """
-    contexts = problem.contexts(Pins())
+    pins = pins or Pins()
+    contexts = problem.contexts(pins)
     by_mesh: dict[str, list[Candidate]] = {}
     for schedule in ("1f1b", "gpipe"):
-        for candidate in problem.space(Pins(schedule=schedule)).candidates:
+        for candidate in problem.space(replace(pins, schedule=schedule)).candidates:
             if schedule == "1f1b" or candidate.degrees.pipe > 1:  # without stages a schedule says nothing
                 by_mesh.setdefault(str(candidate.degrees), []).append(candidate)
     while True:

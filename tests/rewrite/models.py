@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autoplan.capture import capture
-from autoplan.capture.graph import Graph, Layer, Sizes
+from autoplan.capture.graph import Graph, Sizes
 from autoplan.capture.random import KEY, random_key
-from autoplan.plans import Degrees, Fingerprint, LayerPlan, Plan, Strategy
+from autoplan.plans import Degrees, Plan, Strategy
 from autoplan.rewrite import Coordinate, StageProgram, rewrite
 from autoplan.rewrite.interpret import Results, coordinates, groups_of, interpret
 from autoplan.rewrite.specialize import specialize
-from autoplan.rewrite.state import State, is_getitem, is_integer
-from autoplan.sharding import R, redistribution, refine, tensor_operands
-from autoplan.sharding.placement import Placement
-from autoplan.sharding.rule import Choice
+from autoplan.rewrite.state import State
+from benchmarks import random_plans
+from benchmarks.random_plans import Chooser
+
+__all__ = ["Chooser"]
 
 SEQ = 8
 VOCAB = 10  # three data ranks hold 4, 4 and 2 rows
@@ -75,132 +76,11 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {name: torch.randint(0, VOCAB, (rows, SEQ), generator=generator) for name in ("ids", "labels")}
 
 
-def replicated(graph: Graph) -> dict[str, Strategy]:
-    """By class: everything whole on every rank."""
-    return {
-        layer.class_id: Strategy(
-            key=f"{layer.class_id}/replicated",
-            class_id=layer.class_id,
-            kind="replicated",
-            choices=("*",) * len(layer.forward + layer.backward),
-            params=("R",) * len(layer.params),
-            boundary_in=("R",) * len(layer.inputs),
-            boundary_out=("R",) * len(layer.outputs),
-        )
-        for layer in graph.layers
-    }
-
-
-class Chooser:
-    """Strategies by walking each layer class in order.
-
-    ``mode``: any legal choice ("random"), or the one that moves least ("greedy"). In "greedy", ``boundary`` places what
-    crosses layers, where it can.
-    """
-
-    def __init__(self, graph: Graph, sizes: Sizes, degree: int, mode: str, seed: int = 0, boundary: str = "R") -> None:
-        self.graph, self.sizes, self.degree = graph, sizes, degree
-        self.random = random.Random(seed)
-        self.mode = mode
-        self.boundary = Placement.parse(boundary)
-        self.refinement = refine(n for n in graph.fx.nodes if not is_integer(n) and n.op != "output")
-        self.stored: dict[str, Placement] = {}
-
-    def strategies(self) -> dict[str, Strategy]:
-        found: dict[str, Strategy] = {}
-        for layer in self.graph.layers:
-            if layer.class_id not in found:
-                found[layer.class_id] = self.strategy(layer)
-        return found
-
-    def any_of(self, name: str) -> Placement:
-        node = self.graph.node(name)
-        options = self.refinement.placements(node, self.sizes, self.degree)
-        if self.mode == "random":
-            return self.random.choice(options)
-        return self.boundary if self.boundary in options else R
-
-    def strategy(self, layer: Layer) -> Strategy:
-        placed: dict[str, tuple[Placement, ...]] = {}
-        for name in layer.params:
-            holder = self.graph.param(name).placeholder
-            if name not in self.stored:
-                options = self.refinement.placements(self.graph.node(holder), self.sizes, self.degree)
-                self.stored[name] = self.random.choice(options)
-            placed[holder] = (self.stored[name],)
-        enter = [self.any_of(name) for name in layer.inputs]
-        leave = [R if name == self.graph.loss else self.any_of(name) for name in layer.outputs]
-        placed |= {name: (p,) for name, p in zip(layer.inputs, enter, strict=True)}
-        placed |= {name: (p,) for name, p in zip(layer.grads_in, leave, strict=True) if name}
-        names = []
-        for name in layer.forward + layer.backward:
-            node = self.graph.node(name)
-            choice = None if is_integer(node) else self.choose(node, placed)
-            names.append("*" if choice is None else choice.name)
-            placed[name] = () if choice is None else choice.results
-        return Strategy(
-            key=f"{layer.class_id}/{self.mode}",
-            class_id=layer.class_id,
-            kind=self.mode,
-            choices=tuple(names),
-            params=tuple(str(self.stored[name]) for name in layer.params),
-            boundary_in=tuple(map(str, enter)),
-            boundary_out=tuple(map(str, leave)),
-        )
-
-    def choose(self, node: fx.Node, placed: Mapping[str, tuple[Placement, ...]]) -> Choice:
-        index = node.args[1] if is_getitem(node) else 0
-        have = [placed[o.name][index] if o.name in placed else R for o in tensor_operands(node)]
-        scored = []
-        for choice in self.refinement.choices(node, self.sizes, self.degree):
-            moves = [redistribution(src, dst) for src, dst in zip(have, choice.operands, strict=True)]
-            if all(moves):
-                cost = sum(m is not None and m.collective is not None for m in moves)
-                scored.append((cost - 1.5 * choice.sharded, choice))
-        if self.mode == "random":
-            return self.random.choice(scored)[1]
-        return min(scored, key=lambda pair: pair[0])[1]
-
-
 def make_plan(
-    graph: Graph,
-    degrees: Degrees,
-    strategies: Mapping[str, Strategy] | None = None,
-    *,
-    rows: int = 2,
-    zero: Sequence[int] | int = 0,
-    recompute: Sequence[str] | str = "none",
-    cuts: tuple[int, ...] | None = None,
-    fused: bool = False,
+    graph: Graph, degrees: Degrees, strategies: Mapping[str, Strategy] | None = None, **decisions: Any
 ) -> Plan:
-    """A plan that gives each layer its class's strategy. ``zero`` and ``recompute`` for all layers, or one for each."""
-    count = len(graph.layers)
-    chosen = strategies or replicated(graph)
-    zeros = [zero] * count if isinstance(zero, int) else list(zero)
-    again = [recompute] * count if isinstance(recompute, str) else list(recompute)
-    layers = [
-        LayerPlan(strategy=chosen[layer.class_id].key, zero=z, recompute=r)  # type: ignore[arg-type]
-        for layer, z, r in zip(graph.layers, zeros, again, strict=True)
-    ]
-    return Plan(
-        fingerprint=Fingerprint(
-            model=graph.structure,
-            model_name="tiny",
-            global_batch=rows * degrees.data,
-            seq=SEQ,
-            cluster="c",
-            cluster_name="c",
-        ),
-        degrees=degrees,
-        micro_batch=rows,
-        micro_batches=1,
-        schedule="gpipe",
-        precision="fp64",
-        cuts=cuts or tuple(round(i * count / degrees.pipe) for i in range(degrees.pipe)),
-        layers=tuple(layers),
-        strategies=tuple(chosen.values()),
-        fused_matmul=fused,
-    )
+    """``random_plans.make_plan`` for the models here."""
+    return random_plans.make_plan(graph, degrees, SEQ, strategies, **decisions)
 
 
 def programs_of(graph: Graph, plan: Plan) -> dict[Coordinate, StageProgram]:

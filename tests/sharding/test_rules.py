@@ -690,9 +690,7 @@ def weight_norm(d: Dim) -> fx.Node:
 @case("d2")
 def weight_norm_backward(d: Dim) -> fx.Node:
     a, c = d(), d()
-    return single(
-        aten._weight_norm_interface_backward.default, T(a, 3, c), T(a, 3, c), T(1, 1, c), T(1, 1, c), 2
-    )
+    return single(aten._weight_norm_interface_backward.default, T(a, 3, c), T(a, 3, c), T(1, 1, c), T(1, 1, c), 2)
 
 
 @case("k", "n", "e")
