@@ -63,6 +63,7 @@ def build(traced: Trace) -> Graph:
     tangent = placeholders[-1]
     buffer_names = {node.name: name for node, (name, _) in zip(buffer_nodes, traced.buffers, strict=True)}
 
+    clean.drop_assertions(graph)
     updated = clean.buffer_updates(graph, buffer_names)
     clean.name_sizes(graph)
     clean.drop_aliases(graph)

@@ -22,6 +22,12 @@ aten = torch.ops.aten
 FULL = 2**63 - 1  # what a slice's open end looks like in a trace
 
 
+_ASSERTIONS = {
+    "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+}  # fmt: skip
+
+
 def symbolic_size(text: str) -> int:
     """Target of the nodes that stand for a size; replaced by a number before a graph runs."""
     raise AssertionError(f"the symbolic size {text} must be bound before the graph runs")
@@ -157,6 +163,14 @@ def mark_phase(graph: fx.Graph, loss: fx.Node, params: set[str], tangent: str) -
         node.meta["side"] = node not in flows
         if node is loss:
             phase = "backward"
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """What only checks values (``one_hot`` has its classes checked) makes nothing, and every rank would have to ask."""
+    for node in reversed(list(graph.nodes)):
+        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
+        if name.split(".")[0] in _ASSERTIONS and not node.users:
+            graph.erase_node(node)
 
 
 def merge_side(graph: fx.Graph) -> None:

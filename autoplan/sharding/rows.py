@@ -3,7 +3,7 @@ micro-batches.
 
 Starting from the inputs, sharded by row, each forward node must have a choice that takes its operands as they lie. A
 node without one mixes rows (a batch norm in training, attention across the batch); so does a sum over rows anywhere
-but at the loss's own end.
+but at the loss's own end. Rows that are sorted, treated one by one and put back are followed by ``orders``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import fx
 
 from autoplan.capture.graph import BATCH, Graph, Sizes, TensorSpec
 from autoplan.capture.loss import has_rows, is_loss_end
+from autoplan.sharding.orders import Orders, RowsMix
 from autoplan.sharding.placement import P, Placement, R, S
 from autoplan.sharding.refinement import Refinement, refine
 from autoplan.sharding.registry import tensor_operands
@@ -48,6 +49,7 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
     reads_input: set[str] = set(inputs_with_rows)
     row_numbers: set[str] = set()  # side values that say which row of the batch a row is
     whole: set[str] = set()  # side values computed from many rows at once
+    orders = Orders()
     for node in graph.fx.nodes:
         if node.op == "placeholder":
             placed[node.name] = (S(0),) if node.name in inputs_with_rows else (R,)
@@ -66,11 +68,20 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
             continue
         operands = tensor_operands(node)
         for a in operands:
-            if a.name in row_numbers:
+            if a.name in row_numbers and not orders.concerns(node, placed):
                 return f"{node.name} uses the number of a row in the batch ({a.name})"
         for a in operands:
             if a.name in whole and a.name != graph.loss_weight:
                 return f"{node.name} uses {a.name}, which is computed from all rows of the batch"
+        moved = orders.concerns(node, placed)
+        if moved:
+            try:
+                followed = orders.follow(node, placed, row_numbers)
+            except RowsMix as error:
+                return str(error)
+            if followed is not None:
+                placed[node.name] = followed
+                continue
         wanted = tuple(placed[a.name][0] for a in operands)
         if node.meta["layer"] == len(graph.layers) - 1 and all(w in (R, P) for w in wanted) and P in wanted:
             placed[node.name] = (P,) * len(node.meta["specs"])  # the loss's own end: judged by capture.loss
@@ -86,6 +97,11 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
         if not fits:
             return f"{node.name} ({node.target}) mixes the rows of the batch"
         placed[node.name] = fits[0].results
+        if moved:
+            try:
+                orders.ordinary(node, placed, fits[0].results)
+            except RowsMix as error:
+                return str(error)
         last = node.meta["layer"] == len(graph.layers) - 1
         if any(r == P for r in fits[0].results) and not last:
             return f"{node.name} ({node.target}) sums over the rows of the batch before the loss"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autoplan.capture import capture
 from autoplan.sharding.rows import row_mixing
@@ -32,6 +33,33 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
+def in_order(body: Callable[[Tensor], Tensor], back: str = "inverse") -> Callable[[Tensor], Tensor]:
+    """Rows sorted by a number of their own, ``body``, and put back."""
+
+    def run(h: Tensor) -> Tensor:
+        order = h[:, 0].argsort()
+        moved = body(h[order])
+        if back == "inverse":
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(h.shape[0])
+            return moved[inverse]
+        if back == "copy":
+            return torch.zeros_like(moved).index_copy(0, order, moved)
+        return h.index_add(0, order, moved)
+
+    return run
+
+
+def experts(h: Tensor, *, ends_of: int = 0) -> Tensor:
+    """Each row to one of two matrices, by the sign of its first number; where runs end, by that of another."""
+    who = (h > 0).long()
+    order = who[:, 0].argsort()
+    counted = who[:, ends_of][order] if ends_of else who[:, 0].sort().values
+    ends = torch.histc(counted.to(h.dtype), bins=2, min=0, max=1).cumsum(0).to(torch.int32)
+    moved = F.grouped_mm(h[order], torch.ones(2, 6, 6), offs=ends)
+    return torch.zeros_like(moved).index_copy(0, order, moved)
+
+
 def found(between: Callable[[Tensor], Tensor] = same, before: Callable[[Tensor], Tensor] = same, buffer: bool = False):
     return row_mixing(capture(Body(between, before, buffer), {"x": torch.zeros(4, 6)}), 1)
 
@@ -48,6 +76,12 @@ def found(between: Callable[[Tensor], Tensor] = same, before: Callable[[Tensor],
         {"before": lambda x: x.flip(0)},
         {"before": lambda x: x.cumsum(0)},
         {"buffer": True},
+        {"between": in_order(lambda h: h.cumsum(0))},
+        {"between": lambda h: in_order(lambda moved: moved + h[:, :1].argsort(0))(h)},
+        {"between": lambda h: h + h[h[:, 0].argsort()]},
+        {"between": lambda h: h[h[:, 0].argsort()][h[:, 1].argsort()]},
+        {"between": lambda h: h + h[:, :1].argsort(0)},
+        {"between": lambda h: experts(h, ends_of=1)},
     ],
 )
 def test_mixing_is_found(mixing: dict) -> None:
@@ -63,6 +97,8 @@ def test_mixing_is_found(mixing: dict) -> None:
         {"between": lambda h: h - h.mean(1, keepdim=True)},
         {"before": lambda x: (x > 0).float().cumsum(1)},
         {"before": lambda x: x * torch.arange(6)},
+        *({"between": in_order(torch.tanh, back)} for back in ("inverse", "copy", "add")),
+        {"between": in_order(lambda h: h @ torch.ones(6, 6) + h.sum(1, keepdim=True))},
     ],
 )
 def test_rows_that_stay_apart(apart: dict) -> None:
@@ -76,3 +112,16 @@ def test_language_models_stay_apart(make: Callable[..., nn.Module]) -> None:
     padded = tokens(4, 16)
     padded["attention_mask"] = torch.ones_like(padded["input_ids"])
     assert row_mixing(capture(make(2), padded), 16) is None
+
+
+def test_tokens_that_are_sorted_by_their_experts_stay_apart() -> None:
+    """As transformers has it: what tells the runs apart is what was sorted."""
+
+    def sorted_twice(h: Tensor) -> Tensor:
+        who = (h[:, 0] > 0).long()
+        keys, order = who.sort()
+        ends = torch.histc(keys.to(h.dtype), bins=2, min=0, max=1).cumsum(0).to(torch.int32)
+        moved = F.grouped_mm(h[order], torch.ones(2, 6, 6), offs=ends)
+        return torch.zeros_like(moved).index_copy(0, order, moved)
+
+    assert found(between=sorted_twice) is None
