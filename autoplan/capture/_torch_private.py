@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils import _pytree as pytree
 
+_NUMBER = "autoplan_seq_nr"  # in what torch copies from a node to those that come of it
 DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException)
 
 
@@ -101,10 +102,18 @@ def bound_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def functionalize(module: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
     """The same graph with every in-place call written as its out-of-place twin; a change of an input becomes one
-    ``copy_``."""
+    ``copy_``. Calls keep their sequence numbers: running them again would give each a new one."""
     flat, spec = pytree.tree_flatten(args)
+    for node in module.graph.nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), _NUMBER: node.meta.get("seq_nr")}
 
     def run(*tensors: Any) -> Any:
         return fx.Interpreter(module).run(*pytree.tree_unflatten(tensors, spec))
 
-    return trace(lambda *tensors: torch.func.functionalize(run, remove="mutations")(*tensors), flat)
+    made = trace(lambda *tensors: torch.func.functionalize(run, remove="mutations")(*tensors), flat)
+    for node in made.graph.nodes:
+        node.meta.pop("seq_nr", None)
+        number = node.meta.get("custom", {}).get(_NUMBER)
+        if number is not None:
+            node.meta["seq_nr"] = number
+    return made

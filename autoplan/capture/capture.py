@@ -93,7 +93,8 @@ def build(traced: Trace) -> Graph:
     split = loss_split(loss)
     graph = regroup(graph, count)
     names = {p.placeholder: p.name for p in params}
-    layers = layering.describe_layers(graph, count, info, names, tangent.name, loss.name)
+    makes = {term: p.placeholder for p in params for term in gradients.get(p.name, ())}
+    layers = layering.describe_layers(graph, count, info, names, tangent.name, loss.name, makes)
     inputs = tuple(
         InputInfo(path=leaf.path, placeholder=node.name, spec=_spec(node), batch_dim=leaf.batch_dim)
         for leaf, node in zip(leaves, input_nodes, strict=True)

@@ -201,10 +201,17 @@ def _assign_backward(graph: fx.Graph, count: int) -> None:
 
 
 def describe_layers(
-    graph: fx.Graph, count: int, params: Mapping[str, Any], names: Mapping[str, str], tangent: str, loss: str
+    graph: fx.Graph,
+    count: int,
+    params: Mapping[str, Any],
+    names: Mapping[str, str],
+    tangent: str,
+    loss: str,
+    gradients: Mapping[str, str],
 ) -> list[Layer]:
     """The ``Layer`` records. ``params``: placeholder name -> info for the hash; ``names``: placeholder name ->
-    ParamInfo.name."""
+    ParamInfo.name; ``gradients``: a term of a gradient -> the placeholder of its parameter."""
+    holders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     forward: list[list[fx.Node]] = [[] for _ in range(count)]
     backward: list[list[fx.Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
@@ -229,6 +236,12 @@ def describe_layers(
             n for n in backward[i] if any(u.op != "output" and u.meta.get("layer") not in (None, i) for u in n.users)
         ]
         used_params = _unique(n for n in used if n.name in names)
+        # A layer that makes a gradient holds its parameter, though a look-up's gradient does not read it.
+        used_params += _unique(
+            holders[gradients[n.name]]
+            for n in backward[i]
+            if n.name in gradients and holders[gradients[n.name]] not in used_params
+        )
         outside: dict[fx.Node, Any] = {n: ("in", k) for k, n in enumerate(inputs)}
         outside |= {n: ("grad", k) for k, n in enumerate(grads_in)}
         outside |= {n: ("param", k, params[n.name]) for k, n in enumerate(used_params)}

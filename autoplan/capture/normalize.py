@@ -23,8 +23,8 @@ FULL = 2**63 - 1  # what a slice's open end looks like in a trace
 
 
 _ASSERTIONS = {
-    "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
-    "aten::sym_constrain_range_for_size",
+    "aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range",
+    "aten.sym_constrain_range_for_size",
 }  # fmt: skip
 
 
@@ -168,8 +168,8 @@ def mark_phase(graph: fx.Graph, loss: fx.Node, params: set[str], tangent: str) -
 def drop_assertions(graph: fx.Graph) -> None:
     """What only checks values (``one_hot`` has its classes checked) makes nothing, and every rank would have to ask."""
     for node in reversed(list(graph.nodes)):
-        name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name.split(".")[0] in _ASSERTIONS and not node.users:
+        name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+        if ".".join(name.split(".")[:2]) in _ASSERTIONS and not node.users:
             graph.erase_node(node)
 
 

@@ -168,7 +168,15 @@ def _side_params(state: State, layers: range) -> frozenset[str]:
 
 
 def check_assigned(state: State) -> None:
-    """Every call has a choice, with one placement for each operand and result; no Partial is asked of a parameter."""
+    """Every call has a choice, with one placement for each operand and result; a layer that makes a term of a gradient
+    holds its parameter, so that no stage makes one that it would have to drop."""
+    for name, terms in state.graph.gradients.items():
+        for term in terms:
+            layer = state.graph.node(term).meta["layer"]
+            if layer is not None and name not in state.graph.layers[layer].params:
+                raise LegalityError(
+                    f"assign: layer {layer} makes {term} of the gradient of {name}, which it does not hold"
+                )
     for node in state.joint.nodes:
         if node.op != "call_function" or (is_getitem(node) and is_side(node)):
             continue

@@ -301,3 +301,27 @@ def test_blocks_with_other_functions_are_not_folded() -> None:
     model = Ramp(0)
     model.blocks = nn.ModuleList(Activated(i) for i in range(8))
     assert not capture(model, {"x": torch.zeros(4, 8, dtype=torch.float64)}, folded=True).folded
+
+
+def test_calls_in_place_keep_their_layers() -> None:
+    """``nn.RMSNorm`` adds its epsilon in place, so the graph is made functional; its backward stays layer by layer."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.layers = nn.ModuleList(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    graph = capture(Normed(), {"ids": torch.zeros(4, 6, dtype=torch.long)})
+    assert len(graph.layers) >= 5
+    assert all(layer.backward for layer in graph.layers)
+    assert max(graph.depth.count(each) for each in graph.depth) >= 3
+    for name, terms in graph.gradients.items():
+        for term in terms:
+            assert name in graph.layers[graph.node(term).meta["layer"]].params
