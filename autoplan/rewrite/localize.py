@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoplan.errors import LegalityError
@@ -13,10 +14,16 @@ from autoplan.rewrite.state import State, is_getitem, is_integer, operands
 from autoplan.sharding import local_call
 from autoplan.sharding.rule import Choice
 
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
 
 def localize(state: State) -> State:
     """Change both graphs' calls in place (they are this rewrite's own copies) to the local ones."""
     captured = {n.name: n for n in state.graph.fx.nodes}
+    for graph in (state.forward, state.backward):
+        for node in graph.nodes:
+            if node.target in _VIEWS:  # a fake tensor's strides need not be those of the tensor that comes
+                node.target = torch.ops.aten.reshape.default
     if state.tensor > 1:
         for graph in (state.forward, state.backward):
             for node in list(graph.nodes):

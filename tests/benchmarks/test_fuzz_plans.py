@@ -25,6 +25,22 @@ def test_random_plans_train_as_eager_models_do(monkeypatch: pytest.MonkeyPatch) 
     assert fuzz(20, 32) is None
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        # calls in place: the backward of all layers was taken for the last one's, and on a pipeline a gradient was lost
+        structs.replace(SMALL, blocks=("rms+", "mlp", "rms+", "mlp"), pipe=3, data=2, tensor=1, zero=(2, 3, 0)),
+        # a view of what has other strides than it had on fake tensors
+        structs.replace(SMALL, blocks=("linear", "dropout", "group norm"), loss="mean", tensor=1),
+        # a parameter that two layers of one class and one of another seemed to share
+        structs.replace(SMALL, blocks=("rms+", "sorted", "rolled+", "rms+", "sorted", "rolled+"), boundary="R"),
+    ],
+    ids=["in place", "strides", "shared"],
+)
+def test_what_was_found_once_stays_mended(case: Case) -> None:
+    assert mismatch(fitted(case)) is None
+
+
 @pytest.mark.processes
 def test_a_case_runs_on_real_ranks_too() -> None:
     assert (
