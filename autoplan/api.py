@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -347,6 +347,12 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's whole parameters by name (all of them when the plan has one stage). Call on every rank."""
         return self._ready().store.full_state_dict()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's parameters as the plan places them on this rank: DTensors over the mesh's tensor and data axes,
+        which share memory with what is trained. One that is cut in blocks (a fused projection, by head) has no DTensor
+        form and comes as this rank's piece. After the first batch or ``prepare``."""
+        return self._ready().store.placed()
 
     def close(self) -> None:
         """Leave the process group that ``compile`` joined."""

@@ -164,6 +164,14 @@ class ParamStore:
             stride=torch.empty(spec.shape, device="meta").stride(),
         )
 
+    def placed(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter here as the plan places it: a DTensor over (tensor, data) that shares memory with what is
+        trained. One cut in blocks comes as this rank's piece, a plain tensor."""
+        for held in self.params:
+            local = local_tensor(held)
+            dtensor = self.to_dtensor(held, local)
+            yield held.spec.name, local if dtensor is None else dtensor
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole master copies of this stage's parameters, and its buffers, by name. A collective of the stage."""
         state = {held.spec.name: self.full_tensor(held, local_tensor(held)).detach().clone() for held in self.params}

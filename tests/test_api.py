@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import autoplan
@@ -148,9 +149,11 @@ def test_one_process_needs_no_launcher() -> None:
             optimizer.step()
             assert float(step(given)) == pytest.approx(float(loss.detach()), rel=1e-5)
         after = step.state_dict()
+        placed = {name: value.full_tensor() for name, value in step.named_parameters() if isinstance(value, DTensor)}
     assert not dist.is_initialized()
     for name, value in reference.named_parameters():
         torch.testing.assert_close(after[name], value.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(placed[name], after[name], rtol=0, atol=0)
 
 
 # So wide that two ranks gain by sharing the work. In the memory, one could not hold it with its optimizer (6.1 MB).

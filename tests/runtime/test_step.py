@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoplan.errors import BatchError, UserError
 from autoplan.plans import Degrees
@@ -36,10 +37,17 @@ def data_and_tensor(rank: int, world: int) -> None:
         assert_like(Case(degrees=degrees, zero=zero, blocks=2), axes)
     # rows over tensor, then over data: pieces of 3 rows, shards of 2 and 1
     step = Case(degrees=degrees, zero=3, hidden=6).step(axes)
+    placed = dict(step.store.placed())
     for held, master in step.store.trainable:
-        dtensor = step.store.to_dtensor(held, master)
-        assert dtensor is not None
+        dtensor = placed[held.spec.name]
+        assert isinstance(dtensor, DTensor)
+        assert dtensor.to_local().data_ptr() == master.data_ptr()
         assert torch.equal(dtensor.full_tensor(), step.store.full_tensor(held, master))
+    assert placed["w1"].placements == (Shard(0), Shard(0))  # type: ignore[attr-defined]
+    assert placed["b2"].placements == (Replicate(), Shard(0))  # type: ignore[attr-defined]
+    blocked = dict(Case(degrees=degrees, blocks=2).step(axes).store.placed())
+    assert not isinstance(blocked["w1"], DTensor)
+    assert isinstance(blocked["b2"], DTensor)
 
 
 def pipeline(rank: int, world: int) -> None:
