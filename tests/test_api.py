@@ -24,7 +24,7 @@ import autoplan
 from autoplan import api
 from autoplan.capture import Graph, capture
 from autoplan.cost_models.cluster import Cluster
-from autoplan.errors import DegreeError, FingerprintError, ModelError, PlanFileError, UserError
+from autoplan.errors import BatchError, DegreeError, FingerprintError, ModelError, PlanFileError, UserError
 from autoplan.plans import Plan, PlanDocument
 from autoplan.runtime.params import module_source
 from autoplan.search.explain import describe
@@ -154,6 +154,14 @@ def test_one_process_needs_no_launcher() -> None:
     for name, value in reference.named_parameters():
         torch.testing.assert_close(after[name], value.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(placed[name], after[name], rtol=0, atol=0)
+
+
+def test_another_shape_of_batch_is_refused() -> None:
+    with autoplan.compile(Perceptron(), Cluster.local(devices=1), loss_fn=squared_error) as step:
+        step(regression(0))
+        shorter = {name: value[:-2] for name, value in regression(1).items()}
+        with pytest.raises(BatchError, match=r"not like the one that was compiled for: 'target' is .*'x' is"):
+            step(shorter)
 
 
 # So wide that two ranks gain by sharing the work. In the memory, one could not hold it with its optimizer (6.1 MB).
