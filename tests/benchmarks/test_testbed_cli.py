@@ -53,6 +53,7 @@ def test_the_command_line_holds_until_it_is_ended(tmp_path: Path, number: signal
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
     )
     name, told = f"apl{process.pid}-0", ""
     assert process.stderr is not None
