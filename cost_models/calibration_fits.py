@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.cost_models.steps import EfficiencyTable, RateTable
+from autoplan.cost_models.steps import EfficiencyTable, RateTable, inflate
 
 STEADY = 1.001  # by how much a table's times grow at least from one size to the next
 LEAST_WORK = 0.02  # of a time that is not launch, whatever was measured
@@ -76,21 +76,11 @@ def fit_extra(sizes: Sequence[float], times_us: Sequence[float], amounts: Sequen
 
     def error(extra_us: float) -> float:
         rest = [t - extra_us * a for t, a in zip(times_us, amounts, strict=True)]
-        steps = fit_rates(sizes, rest, launch_us)
-        works, spent = [s for s, _ in steps], [s / rate for s, rate in steps]
-        fitted = [_spent(size, works, spent) + launch_us + extra_us * a for size, a in zip(sizes, amounts, strict=True)]
+        table = RateTable(steps=fit_rates(sizes, rest, launch_us))
+        fitted = [inflate(size, table) + launch_us + extra_us * a for size, a in zip(sizes, amounts, strict=True)]
         return float(np.sum(np.abs(np.log(np.asarray(fitted) / np.asarray(times_us)))))
 
     return min((min(limits) * step / EXTRAS for step in range(EXTRAS)), key=error)
-
-
-def _spent(size: float, works: Sequence[float], spent: Sequence[float]) -> float:
-    """As ``steps.inflate`` reads a table: linear between its sizes, at the nearest rate outside."""
-    if size <= works[0]:
-        return size * spent[0] / works[0]
-    if size >= works[-1]:
-        return size * spent[-1] / works[-1]
-    return float(np.interp(size, works, spent))
 
 
 def fit_rates(sizes: Sequence[float], times_us: Sequence[float], launch_us: float) -> tuple[tuple[float, float], ...]:

@@ -1,7 +1,7 @@
 """From a raw trace to a clean graph: sizes as expressions, no aliases, no duplicates of cheap input-only work.
 
-Passes, in the order they run: ``read_specs``, ``name_sizes``, ``drop_aliases``, ``buffer_updates``, ``mark_phase``,
-``merge_side``. Each changes the graph in place and keeps it valid.
+Passes, in the order they run: ``read_specs``, ``drop_assertions``, ``buffer_updates``, ``name_sizes``,
+``drop_aliases``, ``mark_phase``, ``merge_side``. Each changes the graph in place and keeps it valid.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ and in shards on random tensors, under every choice that follows from the text.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -97,13 +98,7 @@ def _require_run(op: torch._ops.OpOverload, text: str, example: tuple[Any, ...])
 
 
 def _shape(dims: Dims, sizes: dict[str, int]) -> tuple[int, ...]:
-    shape = []
-    for dim in dims:
-        size = 1
-        for letter in dim:
-            size *= sizes[letter]
-        shape.append(size)
-    return tuple(shape)
+    return tuple(math.prod(sizes[letter] for letter in dim) for dim in dims)
 
 
 def _linear_sets(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from autoplan.sharding.registry import Dims, operand_specs, result_specs, tensor
 from autoplan.sharding.rule import Rule
 from autoplan.sharding.verify import random_operands, run_on
 
-VERSION = 1  # of what is looked for; files of another are not read
+VERSION = 2  # of what is looked for; what another has found is not taken
 SIZES = Sizes(batch=12, seq=24)  # two, three and four divide both
 MOST_ELEMENTS = 1 << 22  # of all operands together: larger calls are not tried
 MOST_TRIALS = 100  # sets of dims that are cut together
@@ -56,7 +57,7 @@ def discover(node: fx.Node) -> Rule | None:
     operands = tensor_operands(node)
     if len(set(operands)) < len(operands):
         return None  # one value as two operands: which of them is cut could not be told apart
-    if sum(_elements(spec.at(SIZES)) for spec in operand_specs(node)) > MOST_ELEMENTS:
+    if sum(math.prod(spec.at(SIZES)) for spec in operand_specs(node)) > MOST_ELEMENTS:
         return None
     key = _key(node)
     if key not in _FOUND:
@@ -65,13 +66,6 @@ def discover(node: fx.Node) -> Rule | None:
         _FOUND[key] = _find(node)
         _write(_FOUND)
     return _rule(node, _FOUND[key]) if _FOUND[key] else None
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # -- trying
@@ -143,9 +137,11 @@ def _recombined(node: fx.Node, places: tuple[Place, ...], degree: int, seed: int
         along = next((d for d in range(want.dim()) if _is(_joined(got, d), want)), None)
         if along is not None and made[at].shape[along] == symbolic:
             results.append((at, along))
+        elif not want.is_floating_point():
+            return None  # an answer such as "some are positive" may be the same for all shards by chance
         elif all(_is(piece, want) for piece in got):
             continue
-        elif want.is_floating_point() and all(piece.shape == want.shape for piece in got) and _is(sum(got), want):
+        elif all(piece.shape == want.shape for piece in got) and _is(sum(got), want):
             partial.append(at)
         else:
             return None

@@ -79,29 +79,33 @@ class Orders:
             return (S(0),)
         found = self._known_result(node, placed, counting)
         if found is None:
+            self._require_slots(node, placed)
             return None
         kind, tag = found
         if kind != "rows":
             self._known[node.name] = (kind, tag)  # type: ignore[assignment]  # narrowed above
         return (R,) if kind == "ends" else (S(0),)
 
-    def ordinary(
-        self, node: fx.Node, placed: Mapping[str, tuple[Placement, ...]], results: Sequence[Placement]
-    ) -> None:
-        """A node that ``follow`` left to its ordinary choices has one that gives these ``results``. Raises RowsMix."""
+    def _require_slots(self, node: fx.Node, placed: Mapping[str, tuple[Placement, ...]]) -> None:
+        """All that has rows among the operands is values in slots of one order; whatever else came of a sort (how many
+        rows, which numbers they have) is not for ordinary calls, not even at the loss. Raises RowsMix."""
         known = self._of(node)
         if any(kind not in ("moved", "key", "blank") for kind, _ in known):
-            raise RowsMix(f"{node.name} ({node.target}) depends on the number of a row in the batch")
+            raise RowsMix(f"{node.name} ({node.target}) depends on the numbers or the count of rows in the batch")
         in_place = any(a.name not in self._known and placed[a.name][0] != R for a in tensor_operands(node))
-        tags = {tag for _, tag in known}
-        if len(tags) != 1 or in_place:
+        if len({tag for _, tag in known}) != 1 or in_place:
             raise RowsMix(f"{node.name} ({node.target}) takes rows that stand in different orders")
+
+    def ordinary(self, node: fx.Node, results: Sequence[Placement]) -> None:
+        """A node that ``follow`` left to its ordinary choices has one that gives these ``results``. Raises RowsMix."""
+        known = self._of(node)
+        (tag,) = {tag for _, tag in known}
         size = next(a for a in tensor_operands(node) if a.name in self._known).meta["specs"][0].shape[0]
         for result, spec in zip(results, node.meta["specs"], strict=True):
             if result != S(0) or spec.shape[0] != size:
                 raise RowsMix(f"{node.name} ({node.target}) depends on which rows stand beside each other")
         keeps = node.target in _SAME and all(kind == "key" for kind, _ in known)
-        self._known[node.name] = ("key" if keeps else "moved", tags.pop())
+        self._known[node.name] = ("key" if keeps else "moved", tag)
 
     def _of(self, node: fx.Node) -> list[Known]:
         return [self._known[a.name] for a in tensor_operands(node) if a.name in self._known]

@@ -32,6 +32,13 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
 
     Masks and positions are made by each rank for its own rows, so they may not depend on which rows those are.
     """
+    try:
+        return _mixing(graph, seq)
+    except RowsMix as mixed:
+        return str(mixed)
+
+
+def _mixing(graph: Graph, seq: int) -> str | None:
     if graph.loss_kind == "mixed":
         return f"the loss needs the whole batch at once (at {graph.loss_mixed_at})"
     for buffer in graph.buffers:
@@ -75,10 +82,7 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
                 return f"{node.name} uses {a.name}, which is computed from all rows of the batch"
         moved = orders.concerns(node, placed)
         if moved:
-            try:
-                followed = orders.follow(node, placed, row_numbers)
-            except RowsMix as error:
-                return str(error)
+            followed = orders.follow(node, placed, row_numbers)
             if followed is not None:
                 placed[node.name] = followed
                 continue
@@ -98,10 +102,7 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
             return f"{node.name} ({node.target}) mixes the rows of the batch"
         placed[node.name] = fits[0].results
         if moved:
-            try:
-                orders.ordinary(node, placed, fits[0].results)
-            except RowsMix as error:
-                return str(error)
+            orders.ordinary(node, fits[0].results)
         last = node.meta["layer"] == len(graph.layers) - 1
         if any(r == P for r in fits[0].results) and not last:
             return f"{node.name} ({node.target}) sums over the rows of the batch before the loss"

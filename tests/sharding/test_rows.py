@@ -60,6 +60,11 @@ def experts(h: Tensor, *, ends_of: int = 0) -> Tensor:
     return torch.zeros_like(moved).index_copy(0, order, moved)
 
 
+def counted(h: Tensor) -> Tensor:
+    """How many rows begin with a positive number, by the same calls that tell where runs of experts end."""
+    return torch.histc((h[:, 0] > 0).long().sort().values.to(h.dtype), bins=2, min=0, max=1)
+
+
 def found(between: Callable[[Tensor], Tensor] = same, before: Callable[[Tensor], Tensor] = same, buffer: bool = False):
     return row_mixing(capture(Body(between, before, buffer), {"x": torch.zeros(4, 6)}), 1)
 
@@ -82,6 +87,8 @@ def found(between: Callable[[Tensor], Tensor] = same, before: Callable[[Tensor],
         {"between": lambda h: h[h[:, 0].argsort()][h[:, 1].argsort()]},
         {"between": lambda h: h + h[:, :1].argsort(0)},
         {"between": lambda h: experts(h, ends_of=1)},
+        {"between": lambda h: h * counted(h).sum()},
+        {"between": lambda h: h + counted(h).square().mean()},
     ],
 )
 def test_mixing_is_found(mixing: dict) -> None:
