@@ -7,7 +7,7 @@
     op_rates, op_gflops, op_launch   launch: where the line through an op's smallest sizes begins; rates: what is left,
                                      by size
     comm_slowdown, reserved_bytes    as measured
-    collectives                      a line through the times of each kind in each shape of group
+    collectives                      likewise, of each kind in each shape of group
 
 What was not measured keeps the figure it had. How far the model is from each measurement is told by the model itself,
 on the new cluster: the ``residuals``.
@@ -18,11 +18,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TypeVar
 
 import numpy as np
 
-from autoplan.cost_models.calibration_fits import efficiency_table, fit_extra, fit_launch, fit_line, rate_table, rounded
+from autoplan.cost_models.calibration_fits import efficiency_table, fit_extra, fit_launch, rate_table, rounded
 from autoplan.cost_models.calibration_records import CollectiveTime, Constant, OpTime, Record
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
@@ -164,18 +165,20 @@ def _op_key(op: OpTime) -> str:
     return f"{op.op}.{op.precision}" if op.kind == "matmul" else op.op
 
 
-def _fit_collectives(cluster: Cluster, times: Sequence[CollectiveTime]) -> tuple[CollectiveFit, ...]:
+def _fit_collectives(cluster: Cluster, measured: Sequence[CollectiveTime]) -> tuple[CollectiveFit, ...]:
     """The fits of what was measured, and those that the cluster had of anything else."""
     fits = {(known.kind, known.shape): known for known in cluster.collectives}
-    for (kind, level, members, per_node), points in _grouped(times, _collective_key).items():
-        line = fit_line([point.size_bytes for point in points], [point.time_us for point in points])
+    for (kind, level, members, per_node), points in _grouped(measured, _collective_key).items():
+        by_size = _grouped(points, lambda point: point.size_bytes)
+        sizes, times_us = [*by_size], [median(point.time_us for point in same) for same in by_size.values()]
+        latency_us = rounded(fit_launch(sizes, times_us))
         made = CollectiveFit(
             kind=kind,
             level=level,
             members=members,
             per_node=per_node,
-            latency_us=rounded(line.fixed_us),
-            gbps=rounded(1e-3 / line.us_per_unit),
+            latency_us=latency_us,
+            gbps=rate_table(sizes, times_us, latency_us, 1e3),
         )
         fits[made.kind, made.shape] = made
     return tuple(sorted(fits.values(), key=lambda made: (made.level, made.members, made.per_node, made.kind)))

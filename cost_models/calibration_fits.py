@@ -1,4 +1,4 @@
-"""Lines and tables through measured times, robust against a few that were disturbed.
+"""Tables through measured times, robust against a few that were disturbed.
 
 A time that is twice the truth and one that is half of it are equally wrong, so errors are taken as |log(fit / time)|.
 Absolute errors of logarithms also let an outlier pull no harder than any other point.
@@ -6,10 +6,8 @@ Absolute errors of logarithms also let an outlier pull no harder than any other 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,34 +21,6 @@ CLOSE = 2.5  # sizes up to this many times the first of them share an entry of a
 def rounded(value: float) -> float:
     """To five digits: measured times have fewer."""
     return float(f"{value:.5g}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """``time_us = fixed_us + us_per_unit * size``."""
-
-    fixed_us: float
-    us_per_unit: float
-
-
-def fit_line(sizes: Sequence[float], times_us: Sequence[float]) -> Line:
-    """The line nearest to the times, its fixed cost at least zero and its cost of a unit above.
-
-    The best line under absolute errors goes through two of the points, or through one at a bound, so these are all that
-    need to be tried.
-    """
-    size, time = np.asarray(sizes, dtype=np.float64), np.asarray(times_us, dtype=np.float64)
-    assert len(size) == len(time) > 0, "one time for each size"
-    assert bool(np.all(time > 0)), "times are above zero"
-    assert bool(np.any(size > 0)), "some size is above zero"
-    candidates = [(0.0, float(t / s)) for s, t in zip(size, time, strict=True) if s > 0]
-    for (s1, t1), (s2, t2) in itertools.combinations(zip(size, time, strict=True), 2):
-        if s1 != s2 and (unit := (t2 - t1) / (s2 - s1)) > 0 and (fixed := t1 - unit * s1) >= 0:
-            candidates.append((float(fixed), float(unit)))
-    fixed_us, us_per_unit = min(
-        candidates, key=lambda line: float(np.sum(np.abs(np.log((line[0] + line[1] * size) / time))))
-    )
-    return Line(fixed_us=fixed_us, us_per_unit=us_per_unit)
 
 
 def fit_launch(sizes: Sequence[float], times_us: Sequence[float]) -> float:

@@ -15,9 +15,9 @@ Every algorithm costs ``alpha_us + beta_us_per_byte * size_bytes``; the time is 
                   latency-bandwidth model itself, in Thakur, Rabenseifner, Gropp 2005).
     chain         broadcast: pipelined along the ring; binomial: log2 rounds of the whole message (Thakur et al.).
 
-    measured      ``Cluster.collectives``: latency and rate of this kind in this very group replace all of the above. In
-                  a group of another shape the model is scaled: by what the nearest measured group of the same level
-                  (inside a node or across nodes) is off, in latency and in rate.
+    measured      ``Cluster.collectives``: latency and rates of this kind in this very group replace all of the above.
+                  In a group of another shape the nearest measured group of the same level (inside a node or across
+                  nodes) is scaled, in latency and in rate, as the model changes from that group to this one.
 
 Not modelled: reductions inside a switch (NVLS, SHARP), and contention with other groups except through ``B2`` being a
 per-device share. ``size_bytes`` is always the whole tensor that the group works on, for each kind:
@@ -54,9 +54,21 @@ class Algorithm:
         return self.alpha_us + self.beta_us_per_byte * size_bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A fit, with its latency and its transfer scaled for a group of another shape."""
+
+    fit: CollectiveFit
+    latency: float = 1.0
+    transfer: float = 1.0
+
+    def time_us(self, size_bytes: Any) -> Any:
+        return self.fit.latency_us * self.latency + self.fit.transfer_us(size_bytes) * self.transfer
+
+
 @functools.lru_cache(maxsize=65536)
-def collective_algorithms(kind: str, group: GroupShape, cluster: Cluster) -> tuple[Algorithm, ...]:
-    """The algorithms that are cheapest at some size, from the smallest sizes to the largest."""
+def collective_algorithms(kind: str, group: GroupShape, cluster: Cluster) -> tuple[Algorithm | Measured, ...]:
+    """The algorithms that are cheapest at some size, from the smallest sizes to the largest; or what was measured."""
     if kind not in KINDS:
         raise ClusterError(f"no collective is called {kind!r}; {nearest(kind, KINDS)}")
     if group.size == 1:
@@ -84,14 +96,14 @@ def _nearest_fit(kind: str, group: GroupShape, cluster: Cluster) -> CollectiveFi
     return min(fits, key=distance, default=None)
 
 
-def _scaled(fit: CollectiveFit, group: GroupShape, cluster: Cluster) -> Algorithm:
+def _scaled(fit: CollectiveFit, group: GroupShape, cluster: Cluster) -> Measured:
     """The fit as it stands for its own group; for another, latency and rate change as in the model."""
     here = _modelled(fit.kind, group, cluster)
     there = _modelled(fit.kind, GroupShape(size=fit.shape[0], per_node=fit.shape[1]), cluster)
     # Latency is that of the smallest messages, rate that of the largest.
     latency = here[0].alpha_us / there[0].alpha_us if there[0].alpha_us else 1.0
     rate = here[-1].beta_us_per_byte / there[-1].beta_us_per_byte
-    return Algorithm(name="measured", alpha_us=fit.latency_us * latency, beta_us_per_byte=fit.us_per_byte * rate)
+    return Measured(fit=fit, latency=latency, transfer=rate)
 
 
 def _candidates(kind: str, group: GroupShape, cluster: Cluster) -> list[tuple[str, float, float]]:
@@ -151,21 +163,6 @@ def _lower_envelope(costs: dict[str, tuple[float, float]]) -> tuple[Algorithm, .
             start = later[name]
             assert start >= 0, "the first line has the least alpha"
         chosen.append(Algorithm(name=name, alpha_us=costs[name][0], beta_us_per_byte=costs[name][1]))
-
-
-def collective_coefficients(
-    kind: str, group: GroupShape, cluster: Cluster, size_bytes: float | None = None
-) -> tuple[float, float]:
-    """(alpha_us, beta_us_per_byte) of the best algorithm at ``size_bytes``; without a size, of the best for large ones.
-
-    The pair bounds ``collective_time_us`` from above at every size, and is exact at (or beyond) the size asked for.
-    """
-    algorithms = collective_algorithms(kind, group, cluster)
-    if size_bytes is None:
-        best = algorithms[-1]
-    else:
-        best = min(algorithms, key=lambda algorithm: float(algorithm.time_us(size_bytes)))
-    return best.alpha_us, best.beta_us_per_byte
 
 
 def collective_time_us(kind: str, size_bytes: Any, group: GroupShape, cluster: Cluster) -> Any:

@@ -1,4 +1,4 @@
-"""A collective as it was measured: latency and rate of one kind in one group, which then replace the analytic model.
+"""A collective as it was measured: latency and rates of one kind in one group, which then replace the analytic model.
 
 In a cluster file, once for each:
 
@@ -8,7 +8,7 @@ In a cluster file, once for each:
     members = 4
     per_node = 2             # of the members, on each node; inter only, 1 if left out
     latency_us = 310.0       # time_us = latency_us + size_bytes / (gbps * 1e3), size_bytes as ``collective.py`` has it
-    gbps = 0.04
+    gbps = [[16384, 0.01], [2097152, 0.04]]  # at growing sizes, between which time is linear; or one number
     source = "…"             # source and date may be left out
     date = "2026-12-01"
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import FieldReader, check_count, check_number, nearest
+from autoplan.cost_models.steps import RateTable, inflate, plain_rate, read_rate
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 LEVELS = ("intra", "inter")
@@ -33,7 +34,7 @@ class CollectiveFit:
     members: int
     per_node: int = 1
     latency_us: float
-    gbps: float
+    gbps: RateTable
     source: str = ""
     date: str = ""
 
@@ -45,7 +46,6 @@ class CollectiveFit:
         check_count(owner, "members", self.members)
         check_count(owner, "per_node", self.per_node)
         check_number(owner, "latency_us", self.latency_us, at_least=0)
-        check_number(owner, "gbps", self.gbps, above=0)
         if self.members < 2:
             raise ClusterError(f"{owner}: a group has at least 2 members, not {self.members}")
         if self.level == "intra" and self.per_node != 1:
@@ -58,15 +58,19 @@ class CollectiveFit:
         """(members, members on each node), as ``GroupShape`` has them."""
         return self.members, self.members if self.level == "intra" else self.per_node
 
-    @property
-    def us_per_byte(self) -> float:
-        return 1e-3 / self.gbps
+    def time_us(self, size_bytes: Any) -> Any:
+        """Of a number, an array or an expression."""
+        return self.latency_us + self.transfer_us(size_bytes)
+
+    def transfer_us(self, size_bytes: Any) -> Any:
+        """Without latency."""
+        return inflate(size_bytes, self.gbps) * 1e-3
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {"kind": self.kind, "level": self.level, "members": self.members}
         if self.level == "inter":
             data["per_node"] = self.per_node
-        data |= {"latency_us": self.latency_us, "gbps": self.gbps}
+        data |= {"latency_us": self.latency_us, "gbps": plain_rate(self.gbps)}
         return data | {name: text for name, text in (("source", self.source), ("date", self.date)) if text}
 
     @classmethod
@@ -81,7 +85,7 @@ class CollectiveFit:
                 members=reader.count("members"),
                 per_node=reader.count("per_node") if reader.has("per_node") else 1,
                 latency_us=reader.number("latency_us", at_least=0),
-                gbps=reader.number("gbps", above=0),
+                gbps=read_rate(reader, "gbps"),
                 source=reader.text("source") if reader.has("source") else "",
                 date=reader.text("date") if reader.has("date") else "",
             )

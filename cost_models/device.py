@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import FieldReader, check_count, check_number, check_whole, nearest
-from autoplan.cost_models.steps import EfficiencyTable, RateTable
+from autoplan.cost_models.steps import EfficiencyTable, RateTable, plain_rate, read_pairs, read_rate
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
@@ -285,8 +285,8 @@ class Device:
             figures=tuple(figures),
             matmul_efficiency_of=tuple((name, _steps(table)) for name, table in own),
             matmul_write_gbps=tuple((name, write.number(name, above=0)) for name in PRECISIONS if write.has(name)),
-            op_rates=tuple((op, _rate(rates, op)) for op in _ops(rates)),
-            op_gflops=tuple((op, _rate(gflops, op)) for op in _ops(gflops)),
+            op_rates=tuple((op, read_rate(rates, op)) for op in _ops(rates)),
+            op_gflops=tuple((op, read_rate(gflops, op)) for op in _ops(gflops)),
             op_launches_us=tuple((op, launches.number(op, at_least=0)) for op in _ops(launches)),
             comm_slowdown=overlap.number("comm_slowdown", at_least=0) if overlap.has("comm_slowdown") else 0.0,
             reserved_bytes=memory.whole("reserved_bytes", at_least=0) if memory.has("reserved_bytes") else 0,
@@ -301,8 +301,7 @@ def _rows(table: RateTable) -> dict[str, Any]:
 
 
 def _plain(tables: tuple[tuple[str, RateTable], ...]) -> dict[str, Any]:
-    """A number where one rate holds at every size, else steps."""
-    return {op: t.steps[0][1] if t == RateTable.constant(t.steps[0][1]) else _rows(t)["steps"] for op, t in tables}
+    return {op: plain_rate(table) for op, table in tables}
 
 
 def _of_op(rows: tuple[tuple[str, T], ...], op: str | None, precision: str) -> T | None:
@@ -317,24 +316,5 @@ def _ops(reader: FieldReader) -> list[str]:
     return [name for name in reader.names() if name not in ("source", "date")]
 
 
-def _rate(reader: FieldReader, op: str) -> RateTable:
-    if isinstance(reader.raw(op), list):
-        return RateTable(steps=_pairs(reader, op, RateTable))
-    return RateTable.constant(reader.number(op, above=0))
-
-
 def _steps(reader: FieldReader) -> EfficiencyTable:
-    return EfficiencyTable(steps=_pairs(reader, "steps", EfficiencyTable))
-
-
-def _pairs(reader: FieldReader, name: str, table: type[RateTable]) -> tuple[tuple[float, float], ...]:
-    """The steps of a table that accepts them."""
-    rows = reader.raw(name)
-    if not isinstance(rows, list) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
-        reader.fail(name, f"must be a list of [size, {table.rate_name}] pairs, not {rows!r}")
-    pairs = tuple((row[0], row[1]) for row in rows)
-    try:
-        table(steps=pairs)
-    except ClusterError as error:
-        reader.fail(name, f"is refused: {error}")
-    return pairs
+    return EfficiencyTable(steps=read_pairs(reader, "steps", EfficiencyTable))

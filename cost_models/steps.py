@@ -13,7 +13,7 @@ import numpy as np
 import sympy
 
 from autoplan.cost_models.errors import ClusterError
-from autoplan.cost_models.fields import check_number
+from autoplan.cost_models.fields import FieldReader, check_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,3 +77,29 @@ def inflate(size: Any, table: RateTable) -> Any:
     if size >= sizes[-1]:
         return size / last
     return float(np.interp(float(size), sizes, values))
+
+
+def plain_rate(table: RateTable) -> float | list[list[float]]:
+    """For a file: a number where one rate holds at every size, else steps."""
+    rate = table.steps[0][1]
+    return rate if table == RateTable.constant(rate) else [list(step) for step in table.steps]
+
+
+def read_rate(reader: FieldReader, name: str) -> RateTable:
+    """What ``plain_rate`` wrote."""
+    if isinstance(reader.raw(name), list):
+        return RateTable(steps=read_pairs(reader, name, RateTable))
+    return RateTable.constant(reader.number(name, above=0))
+
+
+def read_pairs(reader: FieldReader, name: str, table: type[RateTable]) -> tuple[tuple[float, float], ...]:
+    """The steps of a table that accepts them."""
+    rows = reader.raw(name)
+    if not isinstance(rows, list) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
+        reader.fail(name, f"must be a list of [size, {table.rate_name}] pairs, not {rows!r}")
+    pairs = tuple((row[0], row[1]) for row in rows)
+    try:
+        table(steps=pairs)
+    except ClusterError as error:
+        reader.fail(name, f"is refused: {error}")
+    return pairs

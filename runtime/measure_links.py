@@ -8,7 +8,6 @@ the same time, as they do in training. ``size_bytes`` is what ``cost_models.coll
 from __future__ import annotations
 
 import datetime
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,8 +149,8 @@ class Links:
         return [(rank, rank + self.per_node) for rank in firsts]
 
     def _time(self, kind: str, shape: Shape, size_bytes: int, idle: Call, busy: Call, transfers: int = 1) -> bool:
-        """Add a row. ``idle`` communicates ``transfers`` times, ``busy`` does too and computes before each. False where
-        the next size would take too long.
+        """Add a row for each round. ``idle`` communicates ``transfers`` times, ``busy`` does too and computes before
+        each. False where the next size would take too long.
         """
         bench = self.bench
         probe = bench.probe_s(idle)
@@ -164,12 +163,13 @@ class Links:
             alone = bench.elapsed_s(self.work, times * transfers)
             bench.meet()
             extra.append((bench.elapsed_s(busy, times) - alone) / times)
-        # Between two noisy times the difference can be less than what idle ranks need at their fastest.
-        bench.add(
-            record="collective", kind=kind, level=shape.level, members=shape.members,
-            per_node=shape.per_node if shape.level == "inter" else 1, size_bytes=size_bytes,
-            value=max(statistics.median(extra), probe) / transfers * 1e6,
-        )  # fmt: skip
+        for value in extra:
+            # Between two noisy times the difference can be less than what idle ranks need at their fastest.
+            bench.add(
+                record="collective", kind=kind, level=shape.level, members=shape.members,
+                per_node=shape.per_node if shape.level == "inter" else 1, size_bytes=size_bytes,
+                value=max(value, probe) / transfers * 1e6,
+            )  # fmt: skip
         larger = [size for size in SIZES if size > size_bytes * 1.5]
         return not larger or probe * larger[0] / size_bytes < LONGEST * bench.longest_s
 

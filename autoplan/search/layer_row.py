@@ -17,11 +17,11 @@ A deferred gradient is summed over the tensor axis at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cost_models.cluster import Cluster
-from autoplan.cost_models.collective import Algorithm, collective_algorithms, collective_time_us
+from autoplan.cost_models.collective import Algorithm, Measured, collective_algorithms, collective_time_us
 from autoplan.cost_models.compute import op_time_us
 from autoplan.cost_models.memory import Precision, shard_elements, state_bytes
 from autoplan.plans import Degrees, Recompute, Schedule
@@ -44,9 +44,8 @@ class Setting:
     precision: Precision
     end_overlap: float = 0.0  # fraction of the end-of-step data communication that the runtime hides
 
-    # (collective, axis) -> (alpha, beta) of each algorithm that is best somewhere; the axis "stages" is neighbours
-    # in the pipeline
-    _lines: dict[tuple[str, str], tuple[tuple[float, float], ...]] = field(
+    # (collective, axis) -> each algorithm that is best somewhere; the axis "stages" is neighbours in the pipeline
+    _algorithms: dict[tuple[str, str], tuple[Algorithm | Measured, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
@@ -54,25 +53,21 @@ class Setting:
         """``size_bytes`` as in ``collective_time_us``: the whole tensor that the group works on."""
         if size_bytes == 0 or getattr(self.degrees, axis) == 1:
             return 0.0
-        if (kind, axis) not in self._lines:
+        if (kind, axis) not in self._algorithms:
             group = self.degrees.mesh.group_shape(axis, self.cluster)
-            self._lines[kind, axis] = _lines(collective_algorithms(kind, group, self.cluster))
-        return min(alpha + beta * size_bytes for alpha, beta in self._lines[kind, axis])
+            self._algorithms[kind, axis] = collective_algorithms(kind, group, self.cluster)
+        return min(float(algorithm.time_us(size_bytes)) for algorithm in self._algorithms[kind, axis])
 
     def send_us(self, size_bytes: int) -> float:
         """Between neighbouring stages, the slowest pair."""
         if size_bytes == 0 or self.degrees.pipe == 1:
             return 0.0
-        if ("send", "stages") not in self._lines:
+        if ("send", "stages") not in self._algorithms:
             mesh = self.degrees.mesh
             shapes = {mesh.send_shape(stage, self.cluster) for stage in range(self.degrees.pipe - 1)}
             slowest = max(shapes, key=lambda shape: float(collective_time_us("send", 1e6, shape, self.cluster)))
-            self._lines["send", "stages"] = _lines(collective_algorithms("send", slowest, self.cluster))
-        return min(alpha + beta * size_bytes for alpha, beta in self._lines["send", "stages"])
-
-
-def _lines(algorithms: Iterable[Algorithm]) -> tuple[tuple[float, float], ...]:
-    return tuple((algorithm.alpha_us, algorithm.beta_us_per_byte) for algorithm in algorithms)
+            self._algorithms["send", "stages"] = collective_algorithms("send", slowest, self.cluster)
+        return min(float(algorithm.time_us(size_bytes)) for algorithm in self._algorithms["send", "stages"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ OP_BYTES = (1e3, 1.3e5, 1.05e6, 8.4e6, 3.4e7)
 FLOPS = (1e5, 1e6, 1e7, 1e8, 1e9, 4e9)
 COPY_BYTES = (1e4, 1e5, 1e6, 1e7, 6.4e7)
 MESSAGES = (1_024, 16_384, 262_144, 2_097_152, 16_777_216)
+RATES = (0.03, 0.02, 0.04, 0.06, 0.05)  # GB/s times members, of messages of these sizes
+ROUNDS = 3
 GROUPS = (("inter", 4, 2), ("intra", 2, 1), ("inter", 2, 1))
 
 
@@ -42,7 +44,12 @@ def known_cluster() -> Cluster:
     )
     fits = tuple(
         CollectiveFit(
-            kind=kind, level=level, members=members, per_node=per_node, latency_us=900.0 * members, gbps=0.05 / members
+            kind=kind,
+            level=level,
+            members=members,
+            per_node=per_node,
+            latency_us=900.0 * members,
+            gbps=RateTable(steps=tuple((size, share / members) for size, share in zip(MESSAGES, RATES, strict=True))),
         )
         for kind in KINDS
         for level, members, per_node in GROUPS
@@ -78,7 +85,7 @@ def measurements(cluster: Cluster, noise: float = 0.0, seed: int = 0) -> list[Re
     found += [op("bmm", "matmul", "fp32", flops, 0) for flops in FLOPS]
     for fit in cluster.collectives:
         group = GroupShape(size=fit.shape[0], per_node=fit.shape[1])
-        for size in MESSAGES:
+        for size in MESSAGES * ROUNDS:
             time_us = noisy(collective_time_us(fit.kind, size, group, cluster))
             shape = {"kind": fit.kind, "level": fit.level, "members": fit.members, "per_node": fit.per_node}
             found.append(CollectiveTime(**shape, size_bytes=size, time_us=time_us))

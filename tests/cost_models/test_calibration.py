@@ -61,7 +61,7 @@ def test_residuals_are_the_models_own_errors():
     assert max(residual.worst for residual in exact) < 0.02
     collectives = [residual for residual in noisy if residual.section == "collectives"]
     assert 0.02 < max(residual.median for residual in collectives) < 0.2
-    assert all(residual.points == 5 and residual.median <= residual.worst for residual in collectives)
+    assert all(residual.points == 15 and residual.median <= residual.worst for residual in collectives)
 
 
 def test_the_file_says_where_its_figures_are_from(tmp_path):

@@ -1,9 +1,7 @@
 """Lines and tables found again in times that were made from them."""
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,45 +10,12 @@ from autoplan.cost_models.calibration_fits import (
     efficiency_table,
     fit_extra,
     fit_launch,
-    fit_line,
     fit_rates,
     rate_table,
 )
 from autoplan.cost_models.steps import RateTable, inflate
 
 SIZES = (1e3, 1.6e4, 2.6e5, 2.1e6, 1.7e7)
-
-
-@given(st.floats(0, 1e4), st.floats(1e-6, 1e-1))
-def test_a_line_is_found_in_exact_times(fixed_us, us_per_unit):
-    line = fit_line(SIZES, [fixed_us + us_per_unit * size for size in SIZES])
-    assert line.us_per_unit == pytest.approx(us_per_unit, rel=1e-6)
-    assert line.fixed_us == pytest.approx(fixed_us, rel=1e-6, abs=1e-6 + us_per_unit)
-
-
-@given(st.floats(10, 1e4), st.floats(1e-4, 1e-2), st.integers(0, len(SIZES) - 1), st.sampled_from([0.05, 30.0]))
-def test_one_disturbed_time_does_not_move_the_line(fixed_us, us_per_unit, place, factor):
-    times = [fixed_us + us_per_unit * size for size in SIZES]
-    times[place] *= factor
-    line = fit_line(SIZES, times)
-    wrong = [abs(math.log((line.fixed_us + line.us_per_unit * s) / t)) for s, t in zip(SIZES, times, strict=True)]
-    best = abs(math.log(factor))  # what the true line is off by, all of it at the disturbed point
-    assert sum(wrong) <= best * (1 + 1e-9)
-
-
-def test_noise_moves_a_line_by_about_as_much():
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        times = [(300 + 2e-3 * size) * generator.uniform(0.95, 1.05) for size in SIZES]
-        line = fit_line(SIZES, times)
-        assert line.fixed_us == pytest.approx(300, rel=0.2)
-        assert line.us_per_unit == pytest.approx(2e-3, rel=0.08)
-
-
-def test_times_that_fall_with_size_still_give_a_line_that_rises():
-    line = fit_line((1e3, 1e6), (500.0, 20.0))
-    assert line.fixed_us >= 0
-    assert line.us_per_unit > 0
 
 
 def test_a_launch_is_where_the_smallest_sizes_begin():

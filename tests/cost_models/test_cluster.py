@@ -171,9 +171,15 @@ def calibrated():
         figures=cluster.device.figures + figures,
     )
     fits = (
-        CollectiveFit(kind="all_reduce", level="intra", members=2, latency_us=90.0, gbps=0.8),
+        CollectiveFit(kind="all_reduce", level="intra", members=2, latency_us=90.0, gbps=RateTable.constant(0.8)),
         CollectiveFit(
-            kind="all_reduce", level="inter", members=4, per_node=2, latency_us=300.0, gbps=0.04, source="here"
+            kind="all_reduce",
+            level="inter",
+            members=4,
+            per_node=2,
+            latency_us=300.0,
+            gbps=RateTable(steps=((1e4, 0.01), (1e6, 0.04))),
+            source="here",
         ),
     )
     return replace(cluster, device=found, collectives=fits)
@@ -209,7 +215,10 @@ def test_measured_collectives_count_in_the_fingerprint_and_their_source_does_not
     cluster = calibrated()
     first, second = cluster.collectives
     assert replace(cluster, collectives=(first,)).fingerprint() != cluster.fingerprint()
-    assert replace(cluster, collectives=(first, replace(second, gbps=0.05))).fingerprint() != cluster.fingerprint()
+    assert (
+        replace(cluster, collectives=(first, replace(second, gbps=RateTable.constant(0.05)))).fingerprint()
+        != cluster.fingerprint()
+    )
     assert replace(cluster, collectives=(first, replace(second, source=""))).fingerprint() == cluster.fingerprint()
 
 
@@ -236,7 +245,7 @@ kind = "send"
 level = "inter"
 members = 2
 latency_us = 100
-gbps = 0.1
+gbps = [[1e4, 0.02], [1e6, 0.1]]
 """
 
 
@@ -263,6 +272,8 @@ def test_a_cluster_file_may_give_measured_constants_alone(tmp_path):
         ("200_000_000", "1.5", r"mine\.toml:5: field `device\.memory\.reserved_bytes` must be a whole number"),
         ("efficiency.fp32", "efficiency.fp23", r"`device\.matmul_efficiency\.fp23` is unknown; did you mean 'fp32'"),
         ('"send"', '"sned"', r"mine\.toml:19: field `collectives\[1\]\.kind` 'sned' is unknown; did you mean 'send'"),
+        ("gbps = 0.1", "gbps = 0", r"mine\.toml:17: field `collectives\[0\]\.gbps` must be greater than 0"),
+        ("1e4, 0.02", "1e4, 0.0001", r"mine\.toml:23: field `collectives\[1\]\.gbps` is refused: .*growing"),
         ("latency_us = 100", "latency_us = -1", r"mine\.toml:22: field `collectives\[1\]\.latency_us` must be at"),
         (
             '"inter"',
@@ -285,12 +296,11 @@ def test_measured_constants_that_are_refused(tmp_path, old, new, message):
         {"level": "rack"},
         {"members": 1},
         {"level": "inter", "per_node": 4},
-        {"gbps": 0},
         {"latency_us": float("nan")},
     ],
 )
 def test_collective_fit_refuses(fields):
-    good = {"kind": "all_reduce", "level": "intra", "members": 4, "latency_us": 1.0, "gbps": 1.0}
+    good = {"kind": "all_reduce", "level": "intra", "members": 4, "latency_us": 1.0, "gbps": RateTable.constant(1.0)}
     CollectiveFit(**good)
     with pytest.raises(ClusterError, match="CollectiveFit"):
         CollectiveFit(**good | fields)

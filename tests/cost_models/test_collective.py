@@ -14,18 +14,33 @@ from autoplan.cost_models.collective import (
     KINDS,
     _candidates,
     collective_algorithms,
-    collective_coefficients,
     collective_time_us,
 )
 from autoplan.cost_models.collective_fit import CollectiveFit
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.mesh import GroupShape
+from autoplan.cost_models.steps import RateTable
 
 clusters = st.sampled_from([name for name in device_names() if name != "cpu"]).map(lambda n: Cluster.parse(f"64x8x{n}"))
-FITS = tuple(
-    CollectiveFit(kind=kind, level=level, members=members, latency_us=40.0 * members, gbps=2.0 / members)
-    for kind in ("all_reduce", "all_gather", "send")
-    for level, members in (("intra", 2), ("intra", 4), ("inter", 2))
+FITS = (
+    *(
+        CollectiveFit(
+            kind=kind,
+            level=level,
+            members=members,
+            latency_us=40.0 * members,
+            gbps=RateTable.constant(2.0 / members),
+        )
+        for kind in ("all_reduce", "all_gather", "send")
+        for level, members in (("intra", 2), ("intra", 4), ("inter", 2))
+    ),
+    CollectiveFit(  # small messages are slower for each byte than large ones, in another way than a line says
+        kind="reduce_scatter",
+        level="inter",
+        members=4,
+        latency_us=9.0,
+        gbps=RateTable(steps=((1e4, 0.1), (1e6, 3.0), (1e8, 2.0))),
+    ),
 )
 measured = clusters.map(lambda cluster: replace(cluster, collectives=FITS))
 shapes = st.builds(
@@ -65,8 +80,12 @@ def test_all_reduce_is_reduce_scatter_and_all_gather(size, group, cluster):
     whole = collective_time_us("all_reduce", size, group, cluster)
     parts = sum(collective_time_us(kind, size, group, cluster) for kind in ("reduce_scatter", "all_gather"))
     assert whole <= parts * (1 + 1e-12)
-    alpha, beta = collective_coefficients("all_reduce", group, cluster)
-    pair = [collective_coefficients(kind, group, cluster) for kind in ("reduce_scatter", "all_gather")]
+    (alpha, beta), *pair = (
+        (best.alpha_us, best.beta_us_per_byte)
+        for best in (
+            collective_algorithms(k, group, cluster)[-1] for k in ("all_reduce", "reduce_scatter", "all_gather")
+        )
+    )
     assert beta == pytest.approx(pair[0][1] + pair[1][1])
     if group.size > 1:
         assert alpha + cluster.device.collective_launch_us == pytest.approx(pair[0][0] + pair[1][0])
@@ -82,15 +101,6 @@ def test_no_faster_across_nodes_than_inside_one(kind, size, members, cluster):
     across = collective_time_us(kind, size, GroupShape(size=members, per_node=1), cluster)
     slow_card = cluster.inter.latency_us >= cluster.intra.latency_us
     assert not slow_card or inside <= across * (1 + 1e-12)
-
-
-@given(kinds, shapes, clusters | measured, sizes)
-def test_coefficients_bound_the_time_and_are_exact_at_their_size(kind, group, cluster, size):
-    time = collective_time_us(kind, size, group, cluster)
-    alpha, beta = collective_coefficients(kind, group, cluster)
-    assert alpha + beta * size >= time * (1 - 1e-12)
-    alpha, beta = collective_coefficients(kind, group, cluster, size)
-    assert alpha + beta * size == pytest.approx(time)
 
 
 @given(kinds, shapes, clusters)
@@ -154,7 +164,7 @@ def test_a_measured_group_takes_what_was_measured(fit, size, cluster):
     members, per_node = fit.shape
     group = GroupShape(size=members, per_node=per_node)
     time = collective_time_us(fit.kind, size, group, replace(cluster, collectives=FITS))
-    assert time == pytest.approx(fit.latency_us + size / (fit.gbps * 1e3))
+    assert time == pytest.approx(fit.latency_us + fit.transfer_us(size))
 
 
 @given(st.sampled_from(["all_reduce", "all_gather"]), shapes, clusters)
@@ -170,20 +180,20 @@ def test_measuring_what_the_model_says_changes_nothing(kind, group, cluster):
                 members=shape.size,
                 per_node=shape.per_node if level == "inter" else 1,
                 latency_us=modelled[0].alpha_us,
-                gbps=1e-3 / modelled[-1].beta_us_per_byte,
+                gbps=RateTable.constant(1e-3 / modelled[-1].beta_us_per_byte),
             )
         )
     same = replace(cluster, collectives=tuple(fits))
     modelled = collective_algorithms(kind, group, cluster)
-    (line,) = collective_algorithms(kind, group, same)
-    assert line.alpha_us == pytest.approx(modelled[0].alpha_us)
-    assert line.beta_us_per_byte == pytest.approx(modelled[-1].beta_us_per_byte)
+    (fitted,) = collective_algorithms(kind, group, same)
+    assert fitted.time_us(0.0) == pytest.approx(modelled[0].alpha_us)
+    assert fitted.time_us(1e6) - fitted.time_us(0.0) == pytest.approx(1e6 * modelled[-1].beta_us_per_byte)
 
 
 def test_a_larger_group_is_scaled_from_the_nearest_measured_one():
     cluster = Cluster.parse("4x4xcpu")
     group, twice = GroupShape(size=2, per_node=1), GroupShape(size=4, per_node=1)
-    slow = CollectiveFit(kind="all_reduce", level="inter", members=2, latency_us=2000.0, gbps=0.01)
+    slow = CollectiveFit(kind="all_reduce", level="inter", members=2, latency_us=2000.0, gbps=RateTable.constant(0.01))
     calibrated = replace(cluster, collectives=(slow,))
     small, large = (collective_time_us("all_reduce", 1e9, shape, calibrated) for shape in (group, twice))
     modelled = [collective_time_us("all_reduce", 1e9, shape, cluster) for shape in (group, twice)]
