@@ -7,14 +7,15 @@ The search ranks plans by sums over layers. Here the step is run as it would be 
 graphs, torch's schedule, the optimizer, every bucket and copy) on tensors without memory, once for each pipeline
 stage; every call gets its price on the cluster's device, every collective its price on the links it crosses, and
 ``cost_models.simulator`` runs the stages against each other. Memory is the account of every storage from its first
-use to its last, plus what a rank holds before any tensor (``Device.reserved_bytes``).
+use to its last, with the copies that the backend makes of what it communicates, plus what a rank holds before any
+tensor (``Device.reserved_bytes``).
 
 Needs no device. Not to be called where torch.distributed is initialised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import fx
 from autoplan.capture.graph import Graph, Sizes, TensorSpec
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
+from autoplan.cost_models.memory import collective_copy_bytes
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.cost_models.ring import ring_matmul_us
 from autoplan.cost_models.simulator import Mark, Span, Start, Step, Wait, Work, simulate_programs
@@ -48,7 +50,7 @@ class Replay:
     step_us: float
     compute_us: tuple[float, ...]  # the compute stream is busy
     exposed_us: tuple[float, ...]  # waited for communication or for other stages
-    tensor_bytes: tuple[int, ...]  # peak of what tensors hold
+    tensor_bytes: tuple[int, ...]  # peak of what tensors hold, the backend's copies of them included
     reserved_bytes: int  # of a rank before any tensor
     device_memory_bytes: int
     spans: tuple[Span, ...]
@@ -105,7 +107,8 @@ def replay(
         step_us=ran.makespan_us,
         compute_us=tuple(ran.compute_us(stage) for stage in stages),
         exposed_us=tuple(ran.exposed_us(stage) for stage in stages),
-        tensor_bytes=tuple(tensor_bytes),
+        # the first of each pair: what is alive from before the step's first event on
+        tensor_bytes=tuple(max(pair) for pair in zip(tensor_bytes, ran.peak_bytes, strict=True)),
         reserved_bytes=device.reserved_bytes,
         device_memory_bytes=cluster.memory_bytes,
         spans=ran.spans,
@@ -123,9 +126,9 @@ class _Prices:
 
     def step(self, event: recorder.Event, stage: int) -> Step:
         if isinstance(event, recorder.Call):
-            return self._work(event.operation)
+            return replace(self._work(event.operation), live_bytes=event.live_bytes)
         if isinstance(event, recorder.Wait):
-            return Wait(event.key)
+            return Wait(event.key, event.live_bytes)
         if isinstance(event, recorder.Mark):
             return Mark(event.name)
         return self._start(event, stage)
@@ -136,12 +139,14 @@ class _Prices:
             other = event.ranks[0] // self._width
             pair = GroupShape.pair(inter=self._crosses_nodes(stage, other))
             time_us = collective_time_us("send", event.size_bytes, pair, cluster)
-            return Start(event.key, event.kind, "send", (other,), float(time_us))
+            return Start(event.key, event.kind, "send", (other,), float(time_us), event.live_bytes)
         shape = GroupShape.of(event.ranks, cluster)
         time_us = collective_time_us(event.kind, event.size_bytes, shape, cluster)
         stages = tuple(sorted({rank // self._width for rank in event.ranks}))
         channel = "inter" if shape.nodes > 1 else "intra"
-        return Start(event.key, event.kind, channel, stages, float(time_us))
+        copy_bytes = collective_copy_bytes(event.kind, event.size_bytes, cluster.device.backend)
+        at_once = event.kind == "reduce_scatter"  # by the caller; a gather's is made by the thread that runs it
+        return Start(event.key, event.kind, channel, stages, float(time_us), event.live_bytes, copy_bytes, at_once)
 
     def _crosses_nodes(self, stage: int, other: int) -> bool:
         """Whether any rank of a stage has its counterpart in the other stage on another node."""

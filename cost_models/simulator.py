@@ -12,6 +12,10 @@ come, first served. A collective that spans stages begins when the last of them 
 meets it (in order, for each pair of stages) begin when both have been posted, which is what gloo and NCCL do.
 
 While a stage communicates its compute takes ``1 + comm_slowdown`` times as long (``Device.comm_slowdown``).
+
+Memory depends on time as well, where a backend copies what it works on: ``Start.copy_bytes`` are held until the
+communication ends, from when it is posted (``copies_at_once``) or from when it begins. Steps carry what tensors hold at
+that point of the program (``live_bytes``); ``Simulation.peak_bytes`` is the most of both together, by stage.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ __all__ = ["Mark", "Simulation", "Span", "Start", "Step", "Wait", "Work", "simul
 class Work:
     time_us: float
     name: str = ""
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,15 @@ class Start:
     channel: str
     stages: tuple[int, ...]
     time_us: float
+    live_bytes: int = 0
+    copy_bytes: int = 0
+    copies_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     key: int
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class Simulation:
     makespan_us: float
     spans: tuple[Span, ...]
     transfers: tuple[tuple[int, str, float, float], ...]
+    peak_bytes: tuple[int, ...]  # by stage
 
     def compute_us(self, stage: int) -> float:
         return sum(span.compute_us for span in self.spans if span.stage == stage)
@@ -93,6 +103,8 @@ class _Flight:
     start_us: float = 0.0
     end_us: float = 0.0
     known: bool = False  # everybody has come, so its times are known
+    copy_bytes: int = 0
+    copied_us: float = float("inf")  # since when the backend holds its copy
 
 
 @dataclass(slots=True)
@@ -107,6 +119,12 @@ class _Stage:
     part_start_us: float = 0.0
     compute_us: float = 0.0
     exposed_us: float = 0.0
+    peak_bytes: int = 0
+
+    def hold(self, live_bytes: int, at_us: float) -> None:
+        """Tensors hold so much at a time, and copies of what is in flight come on top."""
+        copies = sum(f.copy_bytes for f in self.active if f.copied_us <= at_us < f.end_us)
+        self.peak_bytes = max(self.peak_bytes, live_bytes + copies)
 
     def close_part(self, stage: int, name: str) -> None:
         if self.clock_us > self.part_start_us or self.part:
@@ -151,6 +169,7 @@ class _Simulator:
             makespan_us=max(stage.clock_us for stage in self.stages),
             spans=tuple(span for stage in self.stages for span in stage.spans),
             transfers=tuple((i, f.kind, f.start_us, f.end_us) for i, f in self.flown),
+            peak_bytes=tuple(stage.peak_bytes for stage in self.stages),
         )
 
     def _advance(self, index: int) -> bool:
@@ -163,12 +182,13 @@ class _Simulator:
                 flight = stage.flights[step.key]
                 if not flight.known:
                     break
+                stage.hold(step.live_bytes, max(stage.clock_us, flight.start_us))
                 stage.exposed_us += max(0.0, flight.end_us - stage.clock_us)
                 stage.clock_us = max(stage.clock_us, flight.end_us)
                 stage.active = [f for f in stage.active if f.end_us > stage.clock_us]
                 del stage.flights[step.key]
             elif isinstance(step, Work):
-                self._work(stage, step.time_us)
+                self._work(stage, step)
             elif isinstance(step, Mark):
                 stage.close_part(index, step.name)
             else:
@@ -176,13 +196,15 @@ class _Simulator:
             stage.position += 1
         return stage.position > begun
 
-    def _work(self, stage: _Stage, time_us: float) -> None:
+    def _work(self, stage: _Stage, work: Work) -> None:
         """Compute, slower while something is in flight."""
-        stage.compute_us += time_us
-        left_us = time_us
+        stage.compute_us += work.time_us
+        left_us = work.time_us
+        stage.hold(work.live_bytes, stage.clock_us)
         while left_us > 0:
             now_us = stage.clock_us
             stage.active = [f for f in stage.active if f.end_us > now_us]
+            stage.hold(work.live_bytes, now_us)
             flying = any(f.start_us <= now_us for f in stage.active)
             pace = 1 + self.comm_slowdown if flying else 1.0
             # until the next one begins or ends
@@ -193,11 +215,14 @@ class _Simulator:
 
     def _post(self, index: int, start: Start) -> None:
         stage = self.stages[index]
-        flight = _Flight(kind=start.kind)
+        flight = _Flight(kind=start.kind, copy_bytes=start.copy_bytes)
+        if start.copies_at_once:
+            flight.copied_us = stage.clock_us
         stage.flights[start.key] = flight
         stage.active.append(flight)
         flight.start_us = flight.end_us = float("inf")
         self.flown.append((index, flight))
+        stage.hold(start.live_bytes, stage.clock_us)
         if start.kind in ("send", "receive"):
             (peer,) = start.stages
             pair = (index, peer) if start.kind == "send" else (peer, index)
@@ -220,6 +245,7 @@ class _Simulator:
         end_us = start_us + max(start.time_us for _, _, start, _ in posts)
         for index, _, _, flight in posts:
             flight.start_us, flight.end_us, flight.known = start_us, end_us, True
+            flight.copied_us = min(flight.copied_us, start_us)
             self.free_us[index, channel] = end_us
 
 

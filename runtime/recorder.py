@@ -10,8 +10,8 @@ The record is in program order:
     Wait     the program goes on only when ``key`` is done
     Mark     a part of the step begins ("F0", "B0", "reduce", "optimizer", …)
 
-``Record.peak_bytes`` is the most that tensors held at a time: storages, from their first appearance until nothing
-refers to them.
+``live_bytes`` of an event is what tensors held then, ``Record.peak_bytes`` the most that they held at a time: storages,
+from their first appearance until nothing refers to them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Operation:
 @dataclass(frozen=True, slots=True)
 class Call:
     operation: Operation
+    live_bytes: int = 0  # with its results
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,13 @@ class Start:
     kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"
     ranks: tuple[int, ...]  # global, of the group; for "send" and "receive" the peer
     size_bytes: int  # the whole tensor that the group works on (``cost_models.collective``)
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     key: int
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self, kind: str, ranks: Sequence[int], size_bytes: int) -> int:
         self._keys += 1
-        self.record.events.append(Start(self._keys, kind, tuple(ranks), size_bytes))
+        self.record.events.append(Start(self._keys, kind, tuple(ranks), size_bytes, self.live_bytes))
         return self._keys
 
     def wait(self, key: int) -> None:
-        self.record.events.append(Wait(key))
+        self.record.events.append(Wait(key, self.live_bytes))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,7 +155,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space == "_c10d_functional":
             self._functional_collective(name.split(".")[0], args, result)
         elif space not in ("prim", "profiler"):
-            self.record.events.append(Call(self._operation(func, args, kwargs, result)))
+            self.record.events.append(Call(self._operation(func, args, kwargs, result), self.live_bytes))
         return result
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation:

@@ -57,7 +57,9 @@ def test_one_replica_holds_sixteen_bytes_for_each_parameter_and_more() -> None:
     parameters = sum(p.nbytes for p in _meta_parameters())
     ran = replayed(Pins(data=4, zero=0, recompute="none"))
     assert ran.tensor_bytes[0] > 4 * parameters  # values, gradients, two moments, and activations
-    assert replayed(Pins(data=4, zero=1, recompute="none")).tensor_bytes[0] < ran.tensor_bytes[0] - parameters
+    assert replayed(Pins(data=4, zero=1, recompute="none")).tensor_bytes[0] < (
+        ran.tensor_bytes[0] - parameters / 2  # three quarters of the two moments, less gloo's copy of a bucket
+    )
 
 
 def test_recompute_saves_memory_and_costs_time() -> None:

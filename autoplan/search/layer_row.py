@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import Algorithm, Measured, collective_algorithms, collective_time_us
 from autoplan.cost_models.compute import op_time_us
-from autoplan.cost_models.memory import Precision, shard_elements, state_bytes
+from autoplan.cost_models.memory import Precision, collective_copy_bytes, shard_elements, state_bytes
 from autoplan.plans import Degrees, Recompute, Schedule
 from autoplan.search.chain import Chain
 from autoplan.search.table import ParamUse, StrategyCost
@@ -144,9 +144,13 @@ def price_row(
     summed = sum(_shard(use, data) if zero >= 2 else use.local_numel for use in deferred)
     tied = sum(use.local_numel for use in trained if use.tied)
 
+    backend = setting.cluster.device.backend
     buffers_bytes = grad_bytes if data > 1 and grads else 0
+    if zero >= 1:
+        buffers_bytes += collective_copy_bytes("reduce_scatter", buffers_bytes, backend)
     if zero == 3:
         buffers_bytes += 2 * param_bytes  # the layer's own and the prefetched neighbour's
+        buffers_bytes += collective_copy_bytes("all_gather", param_bytes, backend)
     if setting.degrees.pipe > 1:
         buffers_bytes += 2 * cost.output_bytes  # an activation and a gradient on their way in
     trained_state = [state_bytes(use.local_numel, precision, zero=zero, data=data, rows=use.dim0) for use in trained]

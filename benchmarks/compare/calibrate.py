@@ -12,6 +12,7 @@ from autoplan.cost_models.calibration import Calibration, fit
 from autoplan.cost_models.calibration_records import read_rows
 from autoplan.errors import RankError
 from autoplan.runtime.measure import measure
+from benchmarks.compare.reference import reference_us
 from benchmarks.compare.worker import Group
 from benchmarks.testbed import Seat, Testbed
 
@@ -20,8 +21,11 @@ SET_UP_S = 120.0
 PRECISIONS = ("fp32",)  # all that is trained in here
 
 
-def calibrated(bed: Testbed, budget_s: float) -> Calibration:
-    """Raises RankError where a rank fails, ClusterError for measurements that make no sense."""
+def calibrated(bed: Testbed, budget_s: float) -> tuple[Calibration, tuple[float, ...]]:
+    """Also what the reference load took before and after.
+
+    Raises RankError where a rank fails, ClusterError for measurements that make no sense.
+    """
     outcomes = bed.fork(measure_here, (bed.spec.cluster.devices_per_node, budget_s), SET_UP_S + TIMES * budget_s)
     for outcome in outcomes:
         if outcome.status not in ("ok", "stopped"):
@@ -30,7 +34,8 @@ def calibrated(bed: Testbed, budget_s: float) -> Calibration:
     reserved = [outcome.value["reserved_bytes"] for outcome in outcomes]
     if None not in reserved:  # unshaped, nothing is charged and nothing is held
         rows.append({"record": "constant", "name": "reserved_bytes", "value": max(reserved)})
-    return fit(bed.spec.cluster, read_rows(rows))
+    before_us, after_us = outcomes[0].value["reference_us"]
+    return fit(bed.spec.cluster, read_rows(rows)), (before_us, after_us)
 
 
 def measure_here(seat: Seat, argument: tuple[int, float]) -> dict[str, Any]:
@@ -38,5 +43,7 @@ def measure_here(seat: Seat, argument: tuple[int, float]) -> dict[str, Any]:
     per_node, budget_s = argument
     with Group(seat, SET_UP_S + TIMES * budget_s):
         seat.ready()
+        before_us = reference_us()
         rows = measure(per_node=per_node, budget_s=budget_s, precisions=PRECISIONS)
-        return {"rows": rows, "reserved_bytes": seat.reset_peak()}
+        after_us = reference_us()
+        return {"rows": rows, "reserved_bytes": seat.reset_peak(), "reference_us": (before_us, after_us)}

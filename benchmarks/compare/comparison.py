@@ -48,15 +48,17 @@ def compare(
         started = time.monotonic()
         if before is None:
             tell(f"{path.stem}: calibrating")
-            cluster = calibrated(bed, effort.calibration_s).cluster
+            calibration, reference_us = calibrated(bed, effort.calibration_s)
+            cluster = calibration.cluster
         else:
-            cluster = Cluster.from_dict(before.cluster)
+            cluster, reference_us = Cluster.from_dict(before.cluster), before.reference_us
         shape = Shape(
             name=path.stem,
             cluster=cluster.to_dict(),
             asked_inter_gbps=spec.cluster.inter.bandwidth_gbps,
             core_fraction=spec.core_fraction,
             calibration_s=time.monotonic() - started if before is None else before.calibration_s,
+            reference_us=reference_us,
             models=(),
             runs=(),
         )

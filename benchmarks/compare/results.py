@@ -68,6 +68,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     peak_bytes: int | None = None  # highest in the steps that were timed
     tensor_bytes: int | None = None  # highest that torch's tensors held in a step
     limit_bytes: int | None = None
+    cpu_us: float | None = None  # of its processor, for a timed step
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +80,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     what: str
     outcome: Outcome
     times_us: tuple[float, ...] = ()  # of steady steps, each of its slowest rank
+    reference_us: tuple[float, ...] = ()  # a fixed load just before the steps that are timed, and just after
     losses: tuple[float, ...] = ()
     ranks: tuple[Rank, ...] = ()
     prediction: Prediction | None = None
@@ -121,6 +123,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     asked_inter_gbps: float  # the share of a host's link that one rank has, as the shape's file says
     core_fraction: float | None
     calibration_s: float
+    reference_us: tuple[float, ...] = ()  # the fixed load before and after calibration
     models: tuple[Model, ...]
     runs: tuple[Run, ...]
 

@@ -41,7 +41,15 @@ def run_of(
     else:
         outcome, said = _failure(heard, ranks, described)
         times_us = ()
-    return structs.replace(described, outcome=outcome, said=said, losses=losses, times_us=times_us, ranks=ranks)
+    return structs.replace(
+        described,
+        outcome=outcome,
+        said=said,
+        losses=losses,
+        times_us=times_us,
+        reference_us=tuple(first.get("reference_us", ())),
+        ranks=ranks,
+    )
 
 
 def _rank(heard: Heard, stage: int | None) -> Rank:
@@ -56,6 +64,7 @@ def _rank(heard: Heard, stage: int | None) -> Rank:
         peak_bytes=measured.get("peak_bytes", outcome.peak_memory_bytes),
         tensor_bytes=measured.get("tensor_bytes"),
         limit_bytes=outcome.limit_bytes,
+        cpu_us=measured.get("cpu_us"),
     )
 
 

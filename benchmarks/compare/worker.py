@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.compare.memory import give_back_freed_memory, live_storages, peak_tensor_bytes
+from benchmarks.compare.reference import reference_us
 from benchmarks.testbed import Seat
 
 Batch = Mapping[str, Tensor]
@@ -60,9 +61,11 @@ def _train(seat: Seat, job: Job) -> dict[str, Any]:
     seat.ready()
     build_bytes = seat.peak_memory_bytes()
     seat.reset_peak()
-    times_us = timed(step, job)
+    before_us = reference_us()
+    times_us, cpu_us = timed(step, job)
     result: dict[str, Any] = {"losses": losses, "times_us": times_us, "start_bytes": start_bytes}
     result |= {"peak_bytes": seat.peak_memory_bytes(), "build_bytes": build_bytes}
+    result |= {"cpu_us": cpu_us, "reference_us": [before_us, reference_us()]}
     seat.report({"measured": result})
     if job.count_tensors and roomy(seat, job.limit_bytes):
         result["tensor_bytes"] = peak_tensor_bytes(lambda: step(job.batches[0]), inherited)
@@ -96,12 +99,15 @@ def agree(losses: Sequence[float], expected: Sequence[float]) -> bool:
     return all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(losses, expected, strict=True))
 
 
-def timed(step: Step, job: Job) -> list[float]:
-    """Microseconds of steady steps, each from a barrier to the end of the slowest rank."""
+def timed(step: Step, job: Job) -> tuple[list[float], float]:
+    """Microseconds of steady steps, each from a barrier to the end of the slowest rank; and what a step took of this
+    rank's processor."""
     warm_s = _slowest([_time_s(step, job.batches[0])])[0]
     count = min(job.most_steps, max(job.least_steps, int(job.budget_s / max(warm_s, 1e-6))))
+    started_s = time.process_time()
     own = [_time_s(step, job.batches[(1 + index) % len(job.batches)]) for index in range(count)]
-    return [1e6 * seconds for seconds in _slowest(own)]
+    cpu_us = (time.process_time() - started_s) / count * 1e6
+    return [1e6 * seconds for seconds in _slowest(own)], cpu_us
 
 
 def _time_s(step: Step, batch: Batch) -> float:

@@ -140,7 +140,8 @@ def measured(*, per_node: int, budget_s: float, precisions: tuple[str, ...]) -> 
 
 def test_what_a_forked_rank_inherits_is_not_taken_for_its_own(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure", measured)
-    found = calibrate.calibrated(runner.bed, 5.0).cluster
+    calibration, _ = calibrate.calibrated(runner.bed, 5.0)
+    found = calibration.cluster
     assert found.device.kernel_launch_us == 7.0
     assert found.memory_bytes == CLUSTER.memory_bytes
     assert found.device.reserved_bytes == CLUSTER.device.reserved_bytes  # to unheld ranks nothing is charged

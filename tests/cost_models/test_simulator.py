@@ -52,6 +52,18 @@ def test_a_send_waits_for_its_receive() -> None:
     assert [span.end_us for span in ran.spans] == [26, 28]
 
 
+def test_a_peak_has_what_tensors_hold_and_the_copies_in_flight() -> None:
+    def program(at_once: bool) -> list[Step]:
+        busy = Start(1, "reduce_scatter", "inter", (0,), 10.0, 100, 7)
+        queued = Start(2, "reduce_scatter", "inter", (0,), 10.0, 100, 30, at_once)
+        return [busy, queued, Work(1.0, live_bytes=120), Wait(1, 90), Work(1.0, live_bytes=95), Wait(2, 60)]
+
+    assert simulate_programs([program(at_once=True)]).peak_bytes == (157,)  # both copies, from when they were asked for
+    assert simulate_programs([program(at_once=False)]).peak_bytes == (127,)  # the second is made when the first is done
+    late: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0, 0, 40), Work(20.0, live_bytes=5), Work(1.0, "", 30)]
+    assert simulate_programs([late]).peak_bytes == (45,)  # gone by the time of the second call
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_free_sends_give_the_schedule_simulators_answer(schedule: str) -> None:
     stages, micro_batches = 3, 5
