@@ -32,6 +32,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 CPU_LEVELS = (1e5, 1e6, 1e7, 1e8, 1e9, 4e9)
 ACCELERATOR_LEVELS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
 HEADS, HEAD_DIM = 16, 64
+ATTENTION_HEADS = 8
 COLD_BYTES = {"cpu": 16 << 20, "accelerator": 256 << 20}  # of operands that take turns: above a core's caches, a chip's
 MOST_SETS = 64
 Make = Callable[..., Tensor]  # shape -> random tensor
@@ -112,24 +113,25 @@ def _in_turns(
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
-    """Attention, causal and under a mask, forward and backward, over sequence lengths.
+    """Attention, causal and under a mask, forward and backward, over sequence lengths and two sizes of head; operands
+    are transposed in memory, as projections leave them.
 
     One row on a CPU, as in the micro-batches of small ranks: with two, a backward over 128 positions took 1.7 times as
     long for each FLOP as it did in a step.
     """
-    rows, lengths = (1, (32, 128, 512)) if bench.device.type == "cpu" else (2, (512, 2048, 8192))
-    bench.phase("attention", 4 * len(lengths), seconds)
+    on_cpu = bench.device.type == "cpu"
+    rows, lengths, head_dims = (1, (32, 128, 512), (32, 64)) if on_cpu else (2, (512, 2048, 8192), (64, 128))
+    bench.phase("attention", 4 * len(lengths) * len(head_dims), seconds)
     forward = torch.ops.autoplan.attention.default
     backward = torch.ops.autoplan.attention_backward.default
-    scale = HEAD_DIM**-0.5
-    for length, causal in itertools.product(lengths, (True, False)):
-        shape = (rows, 8, length, HEAD_DIM)
-        q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype) for _ in range(4))
+    for length, head_dim, causal in itertools.product(lengths, head_dims, (True, False)):
+        shape, scale = (rows, length, ATTENTION_HEADS, head_dim), head_dim**-0.5
+        q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype).transpose(1, 2) for _ in range(4))
         seen = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
         mask = None if causal else seen[None, None]
         out, lse = forward(q, k, v, mask, causal, scale)
         pairs = length * (length + 1) // 2 if causal else length**2  # of a query and a key that are multiplied
-        multiply_adds = shape[0] * shape[1] * pairs * HEAD_DIM
+        multiply_adds = rows * ATTENTION_HEADS * pairs * head_dim
         for call, args, products in (
             (forward, (q, k, v, mask, causal, scale), 2),
             (backward, (grad, q, k, v, out, lse, mask, causal, scale), 5),

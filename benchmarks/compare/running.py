@@ -27,6 +27,7 @@ from benchmarks.testbed import Testbed
 SET_UP_S = 180.0  # of a run's time, for rewriting and connecting, on a busy machine too
 STEPS = 20  # that a run may take the time of
 SLOW_PEER = 4.0  # times a good step: a peer is given time for that
+POOR = 1.6  # times a good step: such a setting of a peer is no rival, and need not be known to a few per cent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,9 @@ class Runner:
                 yield run
 
     def _variant(self, peer: Peer, variant: Variant, task: Task, about_us: float) -> Run:
-        outcomes, seconds = self._fork(partial(variant.build, self.subject.module, task), SLOW_PEER * about_us)
+        outcomes, seconds = self._fork(
+            partial(variant.build, self.subject.module, task), SLOW_PEER * about_us, slow_us=POOR * about_us
+        )
         described = Run(
             model=self.subject.case.name, kind="peer", name=peer.name, what=variant.name, outcome="ok", seconds=seconds
         )
@@ -90,7 +93,12 @@ class Runner:
         return Run(model=self.subject.case.name, kind="peer", name=peer.name, what="", outcome="not run", said=reason)
 
     def _fork(
-        self, build: Callable[[], Step], about_us: float, *, count_tensors: bool = False
+        self,
+        build: Callable[[], Step],
+        about_us: float,
+        *,
+        slow_us: float = float("inf"),
+        count_tensors: bool = False,
     ) -> tuple[list[Heard], float]:
         """Each rank's outcome with what it had measured, and how long all took."""
         timeout_s = SET_UP_S + STEPS * max(1.0, about_us / 1e6)
@@ -101,6 +109,7 @@ class Runner:
             expected=self.subject.losses,
             most_steps=self.steps,
             count_tensors=count_tensors,
+            slow_s=slow_us / 1e6,
             limit_bytes=limit_bytes,
             timeout_s=timeout_s,
         )

@@ -39,6 +39,7 @@ class Job:
     most_steps: int = 8
     budget_s: float = 8.0  # for the timed steps, once there are enough of them
     count_tensors: bool = False
+    slow_s: float = float("inf")  # of a step that takes longer one more is timed, not several
     limit_bytes: int | None = None  # of a rank's memory; None: not held
     timeout_s: float = 300.0  # of a collective
 
@@ -104,6 +105,7 @@ def timed(step: Step, job: Job) -> tuple[list[float], float]:
     rank's processor."""
     warm_s = _slowest([_time_s(step, job.batches[0])])[0]
     count = min(job.most_steps, max(job.least_steps, int(job.budget_s / max(warm_s, 1e-6))))
+    count = 1 if warm_s > job.slow_s else count
     started_s = time.process_time()
     own = [_time_s(step, job.batches[(1 + index) % len(job.batches)]) for index in range(count)]
     cpu_us = (time.process_time() - started_s) / count * 1e6

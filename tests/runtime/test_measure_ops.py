@@ -97,7 +97,7 @@ def test_rows_of_products_and_attention_say_what_planning_counts(monkeypatch: py
     bench = _Noted()
     measure_matmuls(bench, ("fp32", "bf16"), 1.0)
     measure_attention(bench, torch.float32, "fp32", 1.0)
-    assert len(seen) == len(bench.rows) == 2 * len(SHAPES) + 12
+    assert len(seen) == len(bench.rows) == 2 * len(SHAPES) + 24  # attention: lengths, sizes of head, masks, ways
     for (price, name), row in zip(seen, bench.rows, strict=True):
         assert (row["op"], row["kind"], row["precision"]) == (name, price.kind, price.precision)
         assert row["flops"] == price.flops
