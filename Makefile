@@ -18,7 +18,7 @@ venv: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,zoo,test]'
 	touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp

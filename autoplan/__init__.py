@@ -22,6 +22,7 @@ _HOMES = {
     "PlanDocument": "autoplan.plans",
     "UserError": "autoplan.errors",
     "compile": "autoplan.api",
+    "initialize": "autoplan.runtime.initial",
     "plan": "autoplan.api",
     "register_rule": "autoplan.sharding",
 }
@@ -35,6 +36,7 @@ __all__ = [
     "UserError",
     "__version__",
     "compile",
+    "initialize",
     "plan",
     "register_rule",
 ]
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from autoplan.cost_models.cluster import Cluster
     from autoplan.errors import AutoplanError, UserError
     from autoplan.plans import PlanDocument
+    from autoplan.runtime.initial import initialize
     from autoplan.search.space import Pins
     from autoplan.sharding import register_rule
 

@@ -27,14 +27,16 @@ from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
 from autoplan.refine import affordable, refine
 from autoplan.rewrite import require_valid, rewrite
 from autoplan.runtime import checkpoint
+from autoplan.runtime.initial import Init, initial_source, is_on_meta
 from autoplan.runtime.launch import local_device, session
 from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.optimizer import OptimizerFactory
-from autoplan.runtime.params import ParamStore, module_source
+from autoplan.runtime.params import ParamStore, Source, module_source
 from autoplan.runtime.step import TrainStep
 from autoplan.search.planner import Progress, search
 from autoplan.search.space import Pins
 from autoplan.settings import read_settings
+from autoplan.sharding import replicated_ops
 from autoplan.sharding.rows import row_mixing
 
 DTYPES: Mapping[PrecisionName, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -101,6 +103,12 @@ def plan_graph(
         progress=progress or _silent,
     )
     notes = list(document.notes)
+    if whole := replicated_ops(graph.fx.nodes):
+        are = "op is" if len(whole) == 1 else "ops are"
+        notes.append(
+            f"{len(whole)} {are} priced as replicated on the tensor axis, for want of a rule that shards: "
+            f"{', '.join(whole)}."
+        )
     if mixing is not None:
         notes.append(f"The batch is not split over data ranks or micro-batches: {mixing}.")
     if graph.extra["random"]:
@@ -151,6 +159,7 @@ def compile(
     pins: Pins | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
+    init: Init | None = None,
     progress: Progress | None = None,
 ) -> CompiledStep:
     """A training step: ``step(batch) -> loss`` runs one optimizer step over the whole global batch on all ranks.
@@ -160,13 +169,16 @@ def compile(
 
     model: on any device, with real weights, the same on every rank. Its weights are cut to each rank's part on the
         first step;
-        ``step.state_dict()`` gives them back whole.
+        ``step.state_dict()`` gives them back whole. A model on the meta device gets the first values that
+        ``autoplan.initialize(model, seed, init)`` would give it, under every plan.
     optimizer: ``factory(parameters) -> torch.optim.Optimizer``; AdamW by default. It is given this rank's parts, so
         it must treat each element by itself.
     plan: a plan made before (or its file), which must be for this model, batch and cluster.
     clip_norm: clip the global gradient norm to this.
     seed: of the model's random numbers (dropout). With it and the count of steps they are the same under every plan,
-        on one device too; torch's own generator is not used.
+        on one device too; torch's own generator is not used. Also of the first values of a meta-device model.
+    init: gives a meta-device model its first values, called on the whole of it; without it every module's own
+        ``reset_parameters`` is, one after the other.
 
     Raises what ``plan`` raises, mostly with the first batch; FingerprintError for a plan of something else,
     PlanFileError for a damaged one, UserError when the ranks are not as many as the cluster's devices.
@@ -181,6 +193,7 @@ def compile(
         pins,
         clip_norm,
         seed,
+        init,
         progress or _silent,
     )
 
@@ -199,11 +212,12 @@ class CompiledStep:
         pins: Pins | None,
         clip_norm: float | None,
         seed: int,
+        init: Init | None,
         progress: Progress,
     ) -> None:
         self._model, self._cluster, self._optimizer, self._loss_fn = model, cluster, optimizer, loss_fn
         self._document, self._precision, self._pins = document, precision, pins
-        self._clip_norm, self._seed, self._progress = clip_norm, seed, progress
+        self._clip_norm, self._seed, self._init, self._progress = clip_norm, seed, init, progress
         self._step: TrainStep | None = None
         self._seen: dict[str, str] = {}  # what the graph was captured for, by path
         self._exit = ExitStack()
@@ -253,7 +267,7 @@ class CompiledStep:
         self._step = build_step(
             graph,
             self._document,
-            module_source(self._model),
+            self._values(),
             self._device,
             self._timeout_s,
             self._optimizer,
@@ -261,6 +275,13 @@ class CompiledStep:
             self._seed,
         )
         return self
+
+    def _values(self) -> Source:
+        if is_on_meta(self._model):
+            return initial_source(self._model, self._seed, self._init)
+        if self._init is not None:
+            raise UserError("init=… is for a model on the meta device; this one has weights")
+        return module_source(self._model)
 
     def _join(self) -> None:
         """Be part of a process group: the caller's if there is one, otherwise ours, left again when this process
@@ -442,10 +463,13 @@ def _document(plan: PlanDocument | str | Path | None) -> PlanDocument | None:
 
 
 def _own_precision(model: nn.Module) -> PrecisionName:
-    for param in model.parameters():
-        for name, dtype in DTYPES.items():
-            if param.dtype == dtype:
-                return name
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    found = [name for name, dtype in DTYPES.items() if dtype in dtypes]
+    if len(found) == len(dtypes) == 1:
+        return found[0]
+    if len(dtypes) > 1:
+        each = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ModelError(f"the model has parameters of {each}, and a plan trains all of them in one; say precision=…")
     raise ModelError("the model has no parameter of float32, bfloat16 or float64; say precision=…")
 
 

@@ -37,7 +37,7 @@ from autoplan.runtime.dry_run import dry_run
 from autoplan.runtime.optimizer import OptimizerFactory
 from autoplan.search.pricing import NodePrice, count, node_time_us, op_name
 
-__all__ = ["Replay", "replay"]
+__all__ = ["Rehearsal", "Replay", "rehearse", "replay"]
 
 # Calls that make a tensor and touch none of its memory.
 _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -66,6 +66,32 @@ class Replay:
         return self.peak_bytes <= self.device_memory_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A plan run dry and priced: what is left is to let the stages run against each other."""
+
+    cluster: Cluster
+    programs: tuple[tuple[Step, ...], ...]  # by stage
+    tensor_bytes: tuple[int, ...]  # by stage, without the backend's copies
+
+    def replay(self, slowdown: float = 1.0) -> Replay:
+        """``slowdown``: how many times as long the devices compute as the cluster says; links stay as they are."""
+        device = self.cluster.device
+        ran = simulate_programs(self.programs, comm_slowdown=device.comm_slowdown, slowdown=slowdown)
+        stages = range(len(self.programs))
+        return Replay(
+            step_us=ran.makespan_us,
+            compute_us=tuple(ran.compute_us(stage) for stage in stages),
+            exposed_us=tuple(ran.exposed_us(stage) for stage in stages),
+            # the first of each pair: what is alive from before the step's first event on
+            tensor_bytes=tuple(max(pair) for pair in zip(self.tensor_bytes, ran.peak_bytes, strict=True)),
+            reserved_bytes=device.reserved_bytes,
+            device_memory_bytes=self.cluster.memory_bytes,
+            spans=ran.spans,
+            transfers=ran.transfers,
+        )
+
+
 def replay(
     graph: Graph,
     plan: Plan,
@@ -78,6 +104,18 @@ def replay(
 
     Raises UserError where torch.distributed is initialised already, and what the rewrite raises.
     """
+    return rehearse(graph, plan, cluster, optimizer=optimizer, clip_norm=clip_norm).replay()
+
+
+def rehearse(
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+) -> Rehearsal:
+    """The part of ``replay`` that takes long. Raises as it does."""
     rows = plan.degrees.data * plan.micro_batches * plan.micro_batch
     whole = Sizes(batch=rows, seq=plan.fingerprint.seq)
     tensors = {p.name: (p.shape, p.dtype) for p in graph.unfolded_params}
@@ -85,7 +123,7 @@ def replay(
     tensors |= {i.path: (i.spec.at(whole), i.spec.dtype) for i in graph.inputs}
     width = plan.degrees.data * plan.degrees.tensor
     prices = _Prices(cluster, plan)
-    programs: list[list[Step]] = []
+    programs: list[tuple[Step, ...]] = []
     tensor_bytes: list[int] = []
     for stage in range(plan.degrees.pipe):
         record = dry_run(
@@ -98,22 +136,9 @@ def replay(
             optimizer,
             clip_norm,
         )
-        programs.append([prices.step(event, stage) for event in record.events])
+        programs.append(tuple(prices.step(event, stage) for event in record.events))
         tensor_bytes.append(record.peak_bytes)
-    device = cluster.device
-    ran = simulate_programs(programs, comm_slowdown=device.comm_slowdown)
-    stages = range(plan.degrees.pipe)
-    return Replay(
-        step_us=ran.makespan_us,
-        compute_us=tuple(ran.compute_us(stage) for stage in stages),
-        exposed_us=tuple(ran.exposed_us(stage) for stage in stages),
-        # the first of each pair: what is alive from before the step's first event on
-        tensor_bytes=tuple(max(pair) for pair in zip(tensor_bytes, ran.peak_bytes, strict=True)),
-        reserved_bytes=device.reserved_bytes,
-        device_memory_bytes=cluster.memory_bytes,
-        spans=ran.spans,
-        transfers=ran.transfers,
-    )
+    return Rehearsal(cluster=cluster, programs=tuple(programs), tensor_bytes=tuple(tensor_bytes))
 
 
 class _Prices:

@@ -142,9 +142,9 @@ class _Stage:
 
 
 class _Simulator:
-    def __init__(self, programs: Sequence[Sequence[Step]], comm_slowdown: float) -> None:
+    def __init__(self, programs: Sequence[Sequence[Step]], comm_slowdown: float, slowdown: float) -> None:
         self.stages = [_Stage(program) for program in programs]
-        self.comm_slowdown = comm_slowdown
+        self.comm_slowdown, self.slowdown = comm_slowdown, slowdown
         self.free_us: dict[tuple[int, str], float] = defaultdict(float)  # (stage, channel) -> when it is free again
         # Posted and not yet met: (from, to) -> sends, receives; (kind, stages, which one) -> collectives.
         self.sends: dict[tuple[int, int], deque[tuple[float, Start, _Flight]]] = defaultdict(deque)
@@ -198,8 +198,8 @@ class _Simulator:
 
     def _work(self, stage: _Stage, work: Work) -> None:
         """Compute, slower while something is in flight."""
-        stage.compute_us += work.time_us
-        left_us = work.time_us
+        left_us = work.time_us * self.slowdown
+        stage.compute_us += left_us
         stage.hold(work.live_bytes, stage.clock_us)
         while left_us > 0:
             now_us = stage.clock_us
@@ -249,6 +249,11 @@ class _Simulator:
             self.free_us[index, channel] = end_us
 
 
-def simulate_programs(programs: Sequence[Sequence[Step]], *, comm_slowdown: float = 0.0) -> Simulation:
-    """Run one program for each stage. Raises UserError where they wait for each other for ever."""
-    return _Simulator(programs, comm_slowdown).run()
+def simulate_programs(
+    programs: Sequence[Sequence[Step]], *, comm_slowdown: float = 0.0, slowdown: float = 1.0
+) -> Simulation:
+    """Run one program for each stage; ``slowdown`` times as long in every work as it says.
+
+    Raises UserError where they wait for each other for ever.
+    """
+    return _Simulator(programs, comm_slowdown, slowdown).run()

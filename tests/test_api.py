@@ -352,6 +352,30 @@ def test_draws_that_would_differ_between_plans_are_refused_when_run() -> None:
         step(rows)
 
 
+def test_parameters_of_mixed_types_need_a_precision() -> None:
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    with pytest.raises(ModelError, match=r"float32 and float64.*say precision"):
+        autoplan.plan(mixed, Cluster.local(devices=1), torch.randn(4, 4))
+
+
+def test_ops_that_no_rule_shards_are_listed() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            counts = torch.histc(self.first(x).detach(), 4)
+            return squared_error(self.last(self.first(x)) * counts.sum(), {"target": target})
+
+    notes = autoplan.plan(Sorted(), Cluster.local(devices=2), regression()).notes
+    assert any("1 op is priced as replicated" in note and "aten.histc" in note for note in notes)
+    plain = autoplan.plan(
+        nn.Linear(4, 4), Cluster.local(devices=2), torch.randn(4, 4), lambda output, _: output.square().mean()
+    )
+    assert not any("priced as replicated" in note for note in plain.notes)
+
+
 def test_rows_that_mix_keep_the_batch_whole() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -13,6 +13,7 @@ from autoplan.capture import layers as layering
 from autoplan.capture import normalize as clean
 from autoplan.capture.graph import BufferInfo, Graph, InputInfo, ParamInfo, TensorSpec
 from autoplan.capture.loss import loss_split
+from autoplan.capture.simplify import simplify
 from autoplan.capture.trace import Batch, Leaf, LossFn, Trace, trace
 from autoplan.errors import ModelError
 
@@ -74,6 +75,8 @@ def build(traced: Trace) -> Graph:
     loss, *grads = output.args[0]
     clean.mark_phase(graph, loss, {n.name for n in param_nodes}, tangent.name)
     clean.merge_side(graph)
+    simplify(graph)
+    loss, *grads = output.args[0]
 
     params = tuple(
         ParamInfo(

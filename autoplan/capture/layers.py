@@ -1,17 +1,22 @@
-"""Layers found by structure: where one value alone crosses the forward graph it may be cut; equal pieces are one class.
+"""Layers found by structure: where few values cross the forward graph it may be cut; equal pieces are one class.
 
-1. Between two forward nodes the graph may be cut if exactly one value crosses (side values and parameters do not
-   count: they are recomputed or held wherever they are used).
+1. Between two forward nodes the graph may be cut if one value crosses (side values and parameters do not count: they
+   are recomputed or held wherever they are used). A piece that stays large is cut where two cross, then three, …:
+   a decoder carries its encoder's output along, a U-Net the values of all its skip connections.
 2. The pieces between cuts are hashed. The longest periodic run of equal pieces is the model's body, each period one
-   layer; what is left of and right of it is searched in the same way; what never repeats is merged into one layer.
+   layer; what is left of and right of it is searched in the same way. What never repeats is one layer, or several
+   where it is large.
 3. A backward node belongs to the layer of the forward node whose sequence number it carries; a sum of gradients has
    none and belongs to the last of its terms.
+4. Each gradient that leaves a layer stands beside a value that entered it. Where there are more gradients than values,
+   the layer is joined with its neighbour.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,24 +24,45 @@ from torch import fx
 
 from autoplan.capture.graph import Layer
 
+LARGE = 96  # forward nodes: about two blocks of a transformer
+CHUNK = 48  # about how many nodes the parts of a large stretch have
+MOST_CROSSING = 8  # values at a cut
 
-def cut_points(nodes: Sequence[fx.Node]) -> list[int]:
-    """Positions ``i`` such that cutting after ``nodes[i]`` leaves one tensor to cross."""
+
+def crossings(nodes: Sequence[fx.Node]) -> list[int | None]:
+    """How many values cross after ``nodes[i]``; None where it may not be cut."""
     position = {n: i for i, n in enumerate(nodes)}
     last_use = [max((position[u] for u in n.users if u in position), default=i) for i, n in enumerate(nodes)]
     ends: list[list[int]] = [[] for _ in nodes]
     for i, last in enumerate(last_use):
         ends[last].append(i)
     alive: set[int] = set()
-    cuts = []
-    for i, node in enumerate(nodes[:-1]):
+    found: list[int | None] = []
+    for i, node in enumerate(nodes):
         for dead in ends[i]:
             alive.discard(dead)
         if last_use[i] > i:
             alive.add(i)
-        if len(alive) == 1 and len(nodes[next(iter(alive))].meta["specs"]) == 1 and node.meta.get("specs"):
-            cuts.append(i)
-    return cuts
+        single = all(len(nodes[k].meta["specs"]) == 1 for k in alive) if len(alive) <= MOST_CROSSING else False
+        found.append(len(alive) if alive and single and node.meta.get("specs") else None)
+    return found
+
+
+def pieces_of(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """``nodes`` between cuts, at each of which as few values cross as leave no piece large."""
+    crossing = crossings(nodes)
+
+    def between(start: int, end: int, most: int) -> list[list[fx.Node]]:
+        starts = [start, *(i + 1 for i in range(start, end - 1) if (crossing[i] or MOST_CROSSING + 1) <= most)]
+        found: list[list[fx.Node]] = []
+        for first, after in zip(starts, [*starts[1:], end], strict=True):
+            if after - first > LARGE and most < MOST_CROSSING:
+                found += between(first, after, most + 1)
+            else:
+                found.append(list(nodes[first:after]))
+        return found
+
+    return between(0, len(nodes), 1)
 
 
 def signature(nodes: Sequence[fx.Node], outside: Mapping[fx.Node, Any]) -> str:
@@ -118,25 +144,35 @@ def periodic_runs(keys: Sequence[str], weights: Sequence[int], owns: Sequence[bo
 
 def group_forward(flow: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
     """Forward nodes in layers. ``flow``: forward nodes that depend on a parameter and on an input, in order."""
-    cuts = cut_points(flow)
-    starts = [0, *(c + 1 for c in cuts)]
-    pieces = [list(flow[a:b]) for a, b in zip(starts, [*starts[1:], len(flow)], strict=True)]
+    pieces = pieces_of(flow)
     uses = [_uses_params(piece, params) for piece in pieces]
     flows = set(flow)
     keys = []
     for piece in pieces:
         own = set(piece)
-        outside: dict[fx.Node, Any] = {
-            n: ("flow", 0) for p in piece for n in p.all_input_nodes if n in flows and n not in own
-        }
+        entering = _unique(n for p in piece for n in p.all_input_nodes if n in flows and n not in own)
+        outside: dict[fx.Node, Any] = {n: ("flow", k) for k, n in enumerate(entering)}
         outside.update({n: ("param", info) for n, info in params.items()})
         keys.append(signature(piece, outside))
     layers: list[list[fx.Node]] = []
     for start, period, count in periodic_runs(keys, [len(p) for p in pieces], uses):
         for i in range(count):
             chunk = pieces[start + i * period : start + (i + 1) * period]
-            layers.append([n for piece in chunk for n in piece])
+            layers += [[n for piece in chunk for n in piece]] if count > 1 else _chunks(chunk)
     return layers
+
+
+def _chunks(pieces: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """Pieces that never repeat, as one layer, or as several of about ``CHUNK`` nodes where they are many."""
+    nodes = sum(map(len, pieces))
+    found: list[list[fx.Node]] = [[]]
+    for piece in pieces:
+        if nodes > LARGE and len(found[-1]) >= CHUNK:
+            found.append([])
+        found[-1].extend(piece)
+    if len(found) > 1 and len(found[-1]) < CHUNK // 2:
+        found[-2].extend(found.pop())
+    return found
 
 
 def _uses_params(piece: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> bool:
@@ -157,16 +193,65 @@ def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any]) -> int:
         effective[node] = ("derived", tuple(node.meta["specs"][0].shape), str(node.target))
     flow = [n for n in forward if not n.meta["side"] and n not in weight_only]
     layers = group_forward(flow, effective)
-    for index, nodes in enumerate(layers):
-        for node in nodes:
-            node.meta["layer"] = index
-    for node in reversed(forward):
-        if node in weight_only:
-            node.meta["layer"] = min(
-                (u.meta["layer"] for u in node.users if u.meta.get("layer") is not None), default=0
-            )
-    _assign_backward(graph, len(layers))
-    return len(layers)
+    while True:
+        for index, nodes in enumerate(layers):
+            for node in nodes:
+                node.meta["layer"] = index
+        for node in reversed(forward):
+            if node in weight_only:
+                node.meta["layer"] = min(
+                    (u.meta["layer"] for u in node.users if u.meta.get("layer") is not None), default=0
+                )
+        _assign_backward(graph, len(layers))
+        unpaired = _unpaired(graph, len(layers))
+        if unpaired is None:
+            return len(layers)
+        layers[unpaired : unpaired + 2] = [[*layers[unpaired], *layers[unpaired + 1]]]
+
+
+def _unpaired(graph: fx.Graph, count: int) -> int | None:
+    """The first layer ``i`` such that some gradient between it and others stands beside no value, if ``i`` and
+    ``i + 1`` are to be joined for it."""
+    ends = [_Ends() for _ in range(count)]
+    sums = _sums_of_terms(graph)
+    for node in graph.nodes:
+        layer = node.meta.get("layer")
+        if layer is None or node.op != "call_function" or node in sums:
+            continue
+        backward = node.meta["phase"] == "backward"
+        users = {u.meta["layer"] for u in node.users if u not in sums and u.meta.get("layer") not in (None, layer)}
+        if users and backward:
+            ends[layer].leaving.append(node)
+        elif users:
+            ends[layer].outputs.append(node)
+        for user in users:
+            (ends[user].arriving if backward else ends[user].inputs).append(node)
+    for index, end in enumerate(ends):
+        if index and "" in _pair(end.leaving, end.inputs):
+            return index - 1
+        if index < count - 1 and "" in _pair(end.arriving, end.outputs):
+            return index
+    return None
+
+
+def _sums_of_terms(graph: fx.Graph) -> set[fx.Node]:
+    """Sums that only make up a tied parameter's gradient: each layer gives its own term, and nothing crosses."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        adds = node.target == torch.ops.aten.add.Tensor and node.meta.get("phase") == "backward"
+        if adds and node.users and all(u.op == "output" or u in found for u in node.users):
+            found.add(node)
+    return found
+
+
+@dataclass(kw_only=True, slots=True)
+class _Ends:
+    """Values and gradients between a layer and others."""
+
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    leaving: list[fx.Node] = field(default_factory=list)  # gradients
+    arriving: list[fx.Node] = field(default_factory=list)
 
 
 def _weight_only(forward: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> set[fx.Node]:
@@ -263,7 +348,8 @@ def describe_layers(
 
 
 def _pair(values: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The gradient that belongs to each value: same shape, in reverse order of creation where several fit."""
+    """A gradient of the same shape for each value, "" where there is none left: which does not matter, since a value's
+    placement at a boundary depends on its shape alone."""
     left = list(gradients)
     paired = []
     for value in values:

@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,19 @@ class Trace:
     persistent: frozenset[str]  # names of buffers that a state dict holds
 
 
+def _opened(batch: Batch) -> Batch:
+    """The batch in containers that pytree looks into: any mapping as a dict, dataclasses made known to torch."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):  # a tokenizer's BatchEncoding, say
+        batch = dict(batch)
+    while unknown := {type(leaf) for leaf in pytree.tree_leaves(batch) if is_dataclass(leaf)}:
+        for kind in unknown:
+            torch.export.register_dataclass(kind)
+    return batch
+
+
 def batch_leaves(batch: Batch) -> list[tuple[str, Any]]:
     """The leaves of a batch with a readable path for each: ``input_ids``, ``0``, ``images.left``."""
-    flat, _ = pytree.tree_flatten_with_path(batch)
+    flat, _ = pytree.tree_flatten_with_path(_opened(batch))
     return [
         (
             pytree.keystr(path).replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").lstrip(".")
@@ -232,7 +242,7 @@ def _leaf(
 
 
 def _refill(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
-    flat, spec = pytree.tree_flatten(batch)
+    flat, spec = pytree.tree_flatten(_opened(batch))
     fresh = iter(tensors)
     return pytree.tree_unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
@@ -241,8 +251,25 @@ def _call(model: nn.Module, state: Mapping[str, Tensor], batch: Batch, loss_fn: 
     args, kwargs = call_arguments(batch)
     if "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs:
         kwargs["use_cache"] = False  # a key-value cache is of no use in training and holds every layer's keys
-    output = torch.func.functional_call(model, dict(state), args, kwargs)
+    output = torch.func.functional_call(model, _by_place(model, state), args, kwargs, tie_weights=False)
     return find_loss(output, batch, loss_fn)
+
+
+def _by_place(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with a name for every module that holds a tensor, once for each module and its tensor.
+
+    ``functional_call`` may tie names itself, but of a module that stands in the model under two names it then puts
+    back, by the second name, what it had put there by the first.
+    """
+    given = {
+        id(tensor): state[name] for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state
+    }
+    places = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) in given:
+                places[f"{path}.{name}" if path else name] = given[id(tensor)]
+    return places
 
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

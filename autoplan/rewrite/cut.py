@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoplan.errors import LegalityError
@@ -38,16 +39,19 @@ def crossings(state: State, stage: int) -> tuple[Crossing, ...]:
         for name in layer.inputs
         if name in producers and producers[name].index < split
     }
+    values = [n.name for n in state.joint.nodes if n.name in crossing]
+    gradients = _gradients(state, values, split)
     found = []
-    for name in [n.name for n in state.joint.nodes if n.name in crossing]:
+    for name in values:
         producer = producers[name]
         wire = plan.strategy(producer.index).boundary_out[producer.outputs.index(name)]
-        found.append(Crossing(value=name, gradient=_gradient(state, name, split), placement=Placement.parse(wire)))
+        found.append(Crossing(value=name, gradient=gradients.get(name, ""), placement=Placement.parse(wire)))
     return tuple(found)
 
 
-def _gradient(state: State, value: str, split: int) -> str:
-    """The gradient of ``value`` that the layers from ``split`` on hand back; "" if there is none."""
+def _gradients(state: State, values: Sequence[str], split: int) -> dict[str, str]:
+    """What the layers from ``split`` on hand back, each gradient beside a value of its shape: where several fit, beside
+    the one that it is paired with in a layer."""
     layers = state.graph.layers
     made = {name for layer in layers[split:] for name in layer.backward} | {state.graph.tangent}
     used = {
@@ -58,21 +62,25 @@ def _gradient(state: State, value: str, split: int) -> str:
         if source.name in made
     }
     pairs = [
-        (gradient, name)
+        (name, gradient)
         for layer in layers
         for name, gradient in (
             *zip(layer.inputs, layer.grads_out, strict=True),
             *zip(layer.outputs, layer.grads_in, strict=True),
         )
-        if gradient
     ]
-    found = sorted({gradient for gradient, name in pairs if name == value and gradient in used})
-    if len(found) > 1:
+    shape = {name: state.graph.node(name).meta["specs"][0].shape for name in (*values, *used)}
+    found: dict[str, str] = {}
+    for name, gradient in (*pairs, *((name, gradient) for gradient in sorted(used) for name in values)):
+        fits = name in values and gradient in used and shape[name] == shape[gradient]
+        if fits and name not in found and gradient not in found.values():
+            found[name] = gradient
+    if left := sorted(used - set(found.values())):
         raise LegalityError(
-            f"cut: the gradient of {value} crosses before layer {split} in several pieces ({', '.join(found)}); "
+            f"cut: before layer {split} more gradients go back than values come ({', '.join(left)}); "
             "capture must add them in the later stage"
         )
-    return found[0] if found else ""
+    return found
 
 
 def check_cut(state: State) -> None:

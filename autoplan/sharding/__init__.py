@@ -10,12 +10,12 @@ from autoplan.sharding.localize import LocalCall, local_call
 from autoplan.sharding.placement import P, Placement, R, S
 from autoplan.sharding.redistribution import Redistribution, redistribute, redistribution
 from autoplan.sharding.refinement import Refinement, refine
-from autoplan.sharding.registry import has_rule, rule_for, tensor_operands
+from autoplan.sharding.registry import has_rule, replicated_ops, rule_for, tensor_operands
 from autoplan.sharding.rule import Choice, InternalCollective, Rule
 from autoplan.sharding.verify import verify_choice
 
 __all__ = [
     "Choice", "InternalCollective", "LocalCall", "P", "Placement", "R", "Redistribution", "Refinement", "Rule", "S",
-    "has_rule", "local_call", "redistribute", "redistribution", "refine", "register_rule", "rule_for",
-    "tensor_operands", "verify_choice",
+    "has_rule", "local_call", "redistribute", "redistribution", "refine", "register_rule",
+    "replicated_ops", "rule_for", "tensor_operands", "verify_choice",
 ]  # fmt: skip

@@ -171,6 +171,19 @@ def rule_for(node: fx.Node) -> Rule:
     return discover(node) or replicate_rule(node)
 
 
+def replicated_ops(nodes: Iterable[fx.Node]) -> list[str]:
+    """Operators of a graph's layers that work on tensors with dims and that no rule shards, by name."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        if node.op != "call_function" or node.meta.get("layer") is None or node.target is operator.getitem:
+            continue
+        if any(spec.shape and sympy.Mul(*spec.shape) != ONE for spec in operand_specs(node)):
+            rule = rule_for(node)
+            if rule.fixed.issuperset(rule.sizes):
+                found[str(node.target).removesuffix(".default")] = None
+    return list(found)
+
+
 def replicate_rule(node: fx.Node) -> Rule:
     """Every dim a fixed letter of its own."""
     counter = iter(range(10_000))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from msgspec import structs
 
@@ -66,13 +67,16 @@ def compare(
         runs: list[Run] = []
         for each in subjects:
             tell(f"{path.stem}: planning {each.case.name}")
-            model, found = _compare_model(Runner(bed=bed, subject=each, steps=effort.steps), cluster, effort, tell)
+            runner = Runner(bed=bed, subject=each, steps=effort.steps)
+            model, found = _compare_model(runner, cluster, effort, reference_us, tell)
             models.append(model)
             runs += found
             yield structs.replace(shape, models=tuple(models), runs=tuple(runs))
 
 
-def _compare_model(runner: Runner, cluster: Cluster, effort: Effort, tell: Tell) -> tuple[Model, list[Run]]:
+def _compare_model(
+    runner: Runner, cluster: Cluster, effort: Effort, reference_us: Sequence[float], tell: Tell
+) -> tuple[Model, list[Run]]:
     subject = runner.subject
     plans: Planned | None = None
     note = ""
@@ -83,8 +87,12 @@ def _compare_model(runner: Runner, cluster: Cluster, effort: Effort, tell: Tell)
         tell(f"  {note}")
     runs: list[Run] = []
     for chosen, prediction in plans.chosen if plans else ():
-        runs.append(runner.plan(chosen, prediction))
-        tell(f"  {said(runs[-1])}")
+        run = runner.plan(chosen, prediction)
+        if plans is not None and run.reference_us and reference_us:
+            drift = fmean(run.reference_us) / fmean(reference_us)
+            run = structs.replace(run, adjusted_us=plans.predictor.replay(chosen.plan, drift).step_us)
+        runs.append(run)
+        tell(f"  {said(run)}")
     about_us = min((run.step_us for run in runs if run.ok), default=GOOD_STEP_US)
     for peer in effort.peers:
         for run in runner.peer(peer, about_us=about_us):

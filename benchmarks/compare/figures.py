@@ -62,6 +62,7 @@ class ShapeFigures:
     shape: Shape
     models: tuple[ModelFigures, ...]
     replay: Errors | None
+    adjusted: Errors | None  # of replay, with the machine's drift since calibration taken out
     sums: Errors | None
     order: Order
     order_apart: Order  # measurements within ``noise`` tied
@@ -87,6 +88,7 @@ def figures_of(shape: Shape) -> ShapeFigures:
         shape=shape,
         models=models,
         replay=errors(_times(plans, _replay_us)),
+        adjusted=errors((run.adjusted_us, run.step_us) for run in plans if run.adjusted_us is not None),
         sums=errors(_times(plans, _sums_us)),
         order=_pooled(models, _replay_us, 0.0),
         order_apart=_pooled(models, _replay_us, noise),

@@ -27,7 +27,7 @@ def markdown(results: Results) -> str:
 
 
 _HEADS = (
-    "plans", "step time, mean error", "worst", "by sums alone", "τ", "τ, noise tied", "worst regret",
+    "plans", "step time, mean error", "worst", "drift taken out", "by sums alone", "τ", "τ, noise tied", "worst regret",
     "memory, mean error", "worst memory", "tensors alone", "killed though predicted to fit",
 )  # fmt: skip
 
@@ -38,6 +38,7 @@ def _figures(figures: ShapeFigures) -> tuple[str, ...]:
         str(len(figures.plans)),
         _mean(figures.replay),
         "–" if figures.replay is None else signed(figures.replay.worst),
+        "–" if figures.adjusted is None else f"{_mean(figures.adjusted)} ({signed(figures.adjusted.worst)})",
         _mean(figures.sums),
         number(figures.order.tau),
         f"{number(figures.order_apart.tau)} ({percent(figures.noise)})",

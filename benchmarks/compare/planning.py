@@ -23,6 +23,7 @@ class Planned:
     document: PlanDocument
     chosen: tuple[tuple[Chosen, Prediction], ...]  # the pick first
     planning_s: float  # of search and replay, without the sample
+    predictor: Predictor
 
 
 def planned(subject: Subject, cluster: Cluster, *, count: int, seed: int) -> Planned:
@@ -40,6 +41,7 @@ def planned(subject: Subject, cluster: Cluster, *, count: int, seed: int) -> Pla
         document=document,
         chosen=tuple((each, predictor.of(each.alternative)) for each in chosen),
         planning_s=planning_s,
+        predictor=predictor,
     )
 
 

@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from autoplan.capture.graph import Graph
 from autoplan.cost_models.cluster import Cluster
 from autoplan.plans import Alternative, Plan
-from autoplan.replay import Replay, replay
+from autoplan.replay import Rehearsal, Replay, rehearse
 from autoplan.runtime.optimizer import OptimizerFactory
 from benchmarks.compare.results import Prediction, Span
 
 
 @dataclass(kw_only=True)
 class Predictor:
-    """Replays plans of one graph on one cluster, each once."""
+    """Replays plans of one graph on one cluster, each rehearsed once."""
 
     graph: Graph
     cluster: Cluster
     optimizer: OptimizerFactory
-    _known: dict[Plan, Replay] = field(init=False, repr=False, default_factory=dict)
+    _known: dict[Plan, Rehearsal] = field(init=False, repr=False, default_factory=dict)
 
-    def replay(self, plan: Plan) -> Replay:
+    def replay(self, plan: Plan, slowdown: float = 1.0) -> Replay:
         if plan not in self._known:
-            self._known[plan] = replay(self.graph, plan, self.cluster, optimizer=self.optimizer)
-        return self._known[plan]
+            self._known[plan] = rehearse(self.graph, plan, self.cluster, optimizer=self.optimizer)
+        return self._known[plan].replay(slowdown)
 
     def fits(self, plan: Plan) -> bool:
         return self.replay(plan).fits

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 ROWS, WIDTH, INNER = 128, 256, 1024
-LEAST_S = 0.5  # many periods of a processor quota
+LEAST_S = 1.0  # many periods of a processor quota
 
 
 def reference_us() -> float:

@@ -81,6 +81,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     outcome: Outcome
     times_us: tuple[float, ...] = ()  # of steady steps, each of its slowest rank
     reference_us: tuple[float, ...] = ()  # a fixed load just before the steps that are timed, and just after
+    adjusted_us: float | None = None  # predicted, had the calibration been made at the speed that the fixed load had
     losses: tuple[float, ...] = ()
     ranks: tuple[Rank, ...] = ()
     prediction: Prediction | None = None

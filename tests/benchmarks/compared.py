@@ -42,7 +42,7 @@ def run(
 
 RUNS = (
     run("autoplan", 1.0, 1.1, kind="pick"),
-    run("ddp", 2.0, 1.8, kind="hand"),
+    run("ddp", 2.0, 1.8, kind="hand", reference_us=(110.0, 110.0), adjusted_us=1.9e6),
     run("sample 1", 0.8, 1.2),
     run("sample 2", None, 1.0, said="rank 1: ValueError: <script>alert(1)</script> | `x`"),
     run("DDP", 1.5, kind="peer", what="as documented"),

@@ -19,6 +19,8 @@ def test_errors_are_of_plans_that_ran() -> None:
     assert figures.replay.count == 3  # a failed plan and the peers are left out
     assert figures.replay.mean_absolute == pytest.approx((0.1 + 0.1 + 0.5) / 3)
     assert figures.replay.worst == pytest.approx(0.5)
+    assert figures.adjusted is not None
+    assert (figures.adjusted.count, figures.adjusted.worst) == (1, pytest.approx(-0.05))
 
 
 def test_regret_is_the_pick_against_the_best_plan_not_against_peers() -> None:

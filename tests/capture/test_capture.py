@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -223,6 +225,58 @@ def test_a_model_without_a_loss_is_told_what_to_do() -> None:
         capture(NoLoss(), {"x": torch.zeros(4, 4)})
     graph = capture(NoLoss(), {"x": torch.zeros(4, 4)}, lambda output, batch: (output - batch["x"]).square().mean())
     assert graph.loss_kind == "mean"
+
+
+@dataclass
+class Pair:
+    ids: Tensor
+    weight: Tensor | None = None
+
+
+class OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+
+    def forward(self, pair: Pair, scale: float = 1.0, unused: Tensor | None = None) -> dict[str, Tensor]:
+        made = self.embed(pair.ids)
+        return {"loss": (made if pair.weight is None else made * pair.weight[:, :, None]).square().mean() * scale}
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_batches_may_hold_dataclasses_numbers_and_nothing(weighted: bool) -> None:
+    model, ids = OfPairs().double(), torch.randint(10, (3, 5))
+    weight = torch.rand(3, 5, dtype=torch.float64) if weighted else None
+    batch = UserDict({"pair": Pair(ids, weight), "scale": 2.0, "unused": None})
+    graph = capture(model, batch)
+    given = {"pair.ids": ids} | ({"pair.weight": weight} if weighted else {})
+    assert [info.path for info in graph.inputs] == list(given)
+    loss, _ = run(graph, model, given)
+    torch.testing.assert_close(loss, model(**batch)["loss"].detach())
+
+
+def test_a_module_with_two_names_is_left_as_it_was() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.again = self.first
+            self.tied = nn.Linear(4, 4)
+            self.tied.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tied(self.again(self.first(x))).square().mean()
+
+    model, x = Shared().double(), torch.rand(3, 4, dtype=torch.float64)
+    before = dict(model.named_parameters())
+    graph = capture(model, {"x": x})
+    assert all(param is before[name] for name, param in model.named_parameters())
+    loss, gradients = run(graph, model, {"x": x})
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(gradients[name], param.grad, rtol=1e-9, atol=1e-14)
 
 
 def test_a_frozen_model_is_refused() -> None:

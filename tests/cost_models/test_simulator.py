@@ -29,6 +29,13 @@ def test_work_beside_communication_is_slower() -> None:
     assert simulate_programs([program], comm_slowdown=0.25).makespan_us == pytest.approx(22)
 
 
+def test_a_slower_machine_computes_longer_and_sends_as_fast() -> None:
+    program: list[Step] = [Start(1, "all_gather", "inter", (0,), 10.0), Work(6.0), Wait(1), Work(1.0)]
+    ran = simulate_programs([program], slowdown=2.0)
+    assert ran.makespan_us == 14
+    assert ran.compute_us(0) == 14
+
+
 def test_collectives_of_one_link_take_turns() -> None:
     starts: list[Step] = [Start(1, "all_reduce", "inter", (0,), 10.0), Start(2, "all_reduce", "inter", (0,), 5.0)]
     assert simulate_programs([[*starts, Wait(1), Wait(2)]]).makespan_us == 15

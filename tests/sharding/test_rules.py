@@ -264,6 +264,18 @@ def slice_backward(d: Dim) -> fx.Node:
     return single(aten.slice_backward.default, T(a, b), [a, 4 * b], 1, 2 * b, 3 * b, 1)
 
 
+@case("d0", "d2")
+def slice_scatter(d: Dim) -> fx.Node:
+    a, b = d(), d()
+    return single(aten.slice_scatter.default, T(a, 6, b), T(a, 3, b), 1, 2, 5)
+
+
+@case("d1")
+def select_scatter(d: Dim) -> fx.Node:
+    a = d()
+    return single(aten.select_scatter.default, T(4, a), T(a), 0, 2)
+
+
 @case("d", "d0")
 def split(d: Dim) -> fx.Node:
     a = d()
@@ -732,6 +744,11 @@ def empty_like(d: Dim) -> fx.Node:
 @case("d0")
 def ones_like(d: Dim) -> fx.Node:
     return single(aten.ones_like.default, T(d()))
+
+
+@case()
+def new_empty_strided(d: Dim) -> fx.Node:
+    return single(aten.new_empty_strided.default, T(2), [d(), 2], [2, 1])
 
 
 @case()

@@ -24,6 +24,7 @@ def new_fill(call: Call) -> Rule:
     return call.rule({"self": own}, [numbered("d", call.results()[0])], fixed=[letter for dim in own for letter in dim])
 
 
-@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default")
+@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default",
+      "aten.empty_strided.default", "aten.new_empty_strided.default")  # fmt: skip
 def whole(call: Call) -> Rule | None:
     return None

@@ -44,6 +44,12 @@ def along_dim(call: Call) -> Rule:
     return call.rule({"self": letters}, results, sizes=sizes, fixed=fixed, linear=linear)
 
 
+@rule("aten.histc.default", "aten.bincount.default")
+def counts(call: Call) -> Rule | None:
+    """Without limits given, which bin a number falls into depends on all of them."""
+    return None
+
+
 def _reduced(call: Call) -> tuple[Dims, Dims, list[str]]:
     """Letters of the operand, of a result, and those that are reduced away."""
     letters = numbered("d", call.shape("self"))

@@ -160,6 +160,24 @@ def select_backward(call: Call) -> Rule:
     return call.rule({"grad_output": rest}, [dims], fixed=dims[dim], linear=[("grad_output",)])
 
 
+@rule("aten.slice_scatter.default", "aten.select_scatter.default")
+def scatter_along(call: Call) -> Rule:
+    """``src`` takes the place of a part of ``self`` along one dim, which is fixed in both."""
+    whole = numbered("d", call.shape("self"))
+    dim = call.dim(call.arg("dim", 0), len(whole))
+    selects = len(call.shape("src")) < len(whole)
+    part = (*whole[:dim], *(() if selects else (("s",),)), *whole[dim + 1 :])
+    sizes = {} if selects else {"s": call.shape("src")[dim]}
+    fixed = [*whole[dim], *sizes]
+    return call.rule({"self": whole, "src": part}, [whole], sizes=sizes, fixed=fixed, linear=[("self", "src")])
+
+
+@rule("aten.as_strided.default", "aten.as_strided_scatter.default")
+def by_strides(call: Call) -> Rule | None:
+    """Strides say how a whole tensor lies in memory; a piece lies in another way."""
+    return None
+
+
 @rule("aten.constant_pad_nd.default")
 def constant_pad_nd(call: Call) -> Rule:
     """Padded dims are fixed; padding with zeros is linear."""
