@@ -38,16 +38,18 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.plans import SCHEMA_VERSION, Alternative, PlanDocument
 from autoplan.runtime.params import module_source
-from autoplan.search.planner import Problem, problem_of, solve_problem
+from autoplan.search.planner import Effort, Problem, problem_of, solve_problem
 from autoplan.search.pricing import GraphPrices
 from autoplan.search.space import Pins
 from autoplan.sharding import rule_for
 from autoplan.sharding.rows import row_mixing
 from benchmarks.architectures import ROWS, Architecture, Batch, architectures
 from benchmarks.compare.candidates import samples, signature
+from benchmarks.compare.planning import remembering
 from benchmarks.testbed import Seat, Testbed, TestbedSpec
 
 RANKS, RANDOM_PLANS = 4, 3
+EFFORT = Effort(hand_plans=False)
 TOLERANCE, EAGER_TOLERANCE = 1e-9, 1e-5
 SMALL = 1e-6  # of the largest gradient: what is smaller is compared with that, being rounding alone in many a model
 TIMEOUT_S = 300.0
@@ -130,13 +132,15 @@ def _examine(architecture: Architecture, seed: int, found: Finding) -> None:
     alone = run_alone(architecture, module, batch)
     if not close(alone.untouched_loss, alone.loss, EAGER_TOLERANCE):
         found.wrong.append(f"promoted casts change the loss from {alone.untouched_loss} to {alone.loss}")
-    problem = problem_of(
-        graph,
-        Cluster.local(devices=RANKS),
-        global_batch=ROWS,
-        seq=seq,
-        precision="fp64",
-        model_name=architecture.name,
+    problem = remembering(
+        problem_of(
+            graph,
+            Cluster.local(devices=RANKS),
+            global_batch=ROWS,
+            seq=seq,
+            precision="fp64",
+            model_name=architecture.name,
+        )
     )
     base = Pins() if row_mixing(graph, seq) is None else Pins(data=1, micro_batch=ROWS)
     alternatives = chosen(problem, base, found, random.Random(f"{seed} {architecture.name}"))
@@ -213,8 +217,8 @@ def chosen(problem: Problem, base: Pins, found: Finding, generator: random.Rando
         if problem.layers == 1 and (pins.pipe or 1) > 1:
             found.meshes[name] = "one layer: cannot be cut"
             continue
-        found.meshes[name] = str(solve_problem(problem, pins=pins).plan.degrees)
-    document = solve_problem(problem, pins=base)
+        found.meshes[name] = str(solve_problem(problem, pins=pins, effort=EFFORT).plan.degrees)
+    document = solve_problem(problem, pins=base, effort=EFFORT)
     best = Alternative(plan=document.plan, estimate=document.estimate)
     drawn: Iterator[Alternative] = samples(problem, generator, limit_us=float("inf"), pins=base)
     seen = {signature(best.plan): best}

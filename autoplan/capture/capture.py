@@ -65,18 +65,19 @@ def build(traced: Trace) -> Graph:
     buffer_names = {node.name: name for node, (name, _) in zip(buffer_nodes, traced.buffers, strict=True)}
 
     clean.drop_assertions(graph)
-    updated = clean.buffer_updates(graph, buffer_names)
+    changed = tuple(clean.buffer_updates(graph, buffer_names))  # names of buffers; their new values end the output
     clean.name_sizes(graph)
     clean.drop_aliases(graph)
     graph.eliminate_dead_code()
     _reject_scalars(graph)
     input_nodes, leaves = _without_unused_key(graph, input_nodes, traced.leaves)
     output = next(n for n in graph.nodes if n.op == "output")
-    loss, *grads = output.args[0]
+    loss = output.args[0][0]
     clean.mark_phase(graph, loss, {n.name for n in param_nodes}, tangent.name)
     clean.merge_side(graph)
     simplify(graph)
-    loss, *grads = output.args[0]
+    loss, *grads = output.args[0][: 1 + n_params]
+    updated = dict(zip(changed, output.args[0][1 + n_params :], strict=True))
 
     params = tuple(
         ParamInfo(
@@ -92,7 +93,7 @@ def build(traced: Trace) -> Graph:
     info = {p.placeholder: (p.shape, p.dtype, p.trainable) for p in params}
     count = layering.assign_layers(graph, {n: info[n.name] for n in param_nodes})
     gradients = {p.name: _terms(g) for p, g in zip(params, grads, strict=True) if p.trainable}
-    _drop_sums(graph, output, loss, gradients)
+    _drop_sums(graph, output, loss, gradients, tuple(updated.values()))
     split = loss_split(loss)
     graph = regroup(graph, count)
     names = {p.placeholder: p.name for p in params}
@@ -109,7 +110,7 @@ def build(traced: Trace) -> Graph:
             shape=tuple(b.shape),
             dtype=_spec(node).dtype,
             persistent=name in traced.persistent,
-            mutated_by=updated.get(name),
+            mutated_by=updated[name].name if name in updated else None,
         )
         for node, (name, b) in zip(buffer_nodes, traced.buffers, strict=True)
     )
@@ -129,7 +130,7 @@ def build(traced: Trace) -> Graph:
         depth=depth,
         unfolded_params=params,
         structure=structure(depth, params, inputs),
-        extra={"random": random_ops(graph)},
+        extra={"random": random_ops(graph), "fixed_batch": traced.fixed_batch},
     )
 
 
@@ -211,10 +212,17 @@ def _terms(grad: fx.Node) -> tuple[str, ...]:
     return (grad.name,)
 
 
-def _drop_sums(graph: fx.Graph, output: fx.Node, loss: fx.Node, gradients: Mapping[str, tuple[str, ...]]) -> None:
-    """The output lists the loss, then every term of every gradient; the sums over layers are dead and go."""
+def _drop_sums(
+    graph: fx.Graph,
+    output: fx.Node,
+    loss: fx.Node,
+    gradients: Mapping[str, tuple[str, ...]],
+    updates: tuple[fx.Node, ...],
+) -> None:
+    """The output lists the loss, then every term of every gradient, then the new values of buffers; the sums over
+    layers are dead and go."""
     by_name = {n.name: n for n in graph.nodes}
-    output.args = ((loss, *(by_name[t] for terms in gradients.values() for t in terms)),)
+    output.args = ((loss, *(by_name[t] for terms in gradients.values() for t in terms), *updates),)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 

@@ -35,9 +35,11 @@ def symbolic_size(text: str) -> int:
 
 def read_specs(graph: fx.Graph, trace: Trace) -> None:
     """``meta["specs"]`` for tensors and ``meta["expr"]`` for integers, in BATCH and SEQ; ``meta["val"]`` is dropped."""
-    names: dict[sympy.Symbol, sympy.Symbol] = {private.size_expr(trace.batch): BATCH}
-    if trace.seq is not None:
-        names[private.size_expr(trace.seq)] = SEQ
+    names: dict[sympy.Symbol, sympy.Symbol] = {}
+    for size, symbol in ((trace.batch, BATCH), (trace.seq, SEQ)):
+        # What the model has used as a plain number is one everywhere.
+        if size is not None and isinstance(known := private.size_expr(size), sympy.Symbol):
+            names[known] = symbol
 
     def expr(value: int | torch.SymInt) -> sympy.Expr:
         return private.size_expr(value).xreplace(names)
@@ -122,13 +124,13 @@ def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
     return bool(node.target in _SHAPE_ONLY)
 
 
-def buffer_updates(graph: fx.Graph, buffers: dict[str, str]) -> dict[str, str]:
-    """A ``copy_`` onto a buffer's placeholder, as functionalization leaves it, read as ``{buffer name: node of the
-    new value}``.
+def buffer_updates(graph: fx.Graph, buffers: dict[str, str]) -> list[str]:
+    """Each ``copy_`` onto a buffer's placeholder, as functionalization leaves it, becomes one more output, so that
+    nothing takes the new value for dead; returns the buffers' names in that order.
 
     Raises ModelError when the model changes one of its inputs or parameters in place.
     """
-    updated: dict[str, str] = {}
+    updated: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target != aten.copy_.default:
             continue
@@ -138,10 +140,12 @@ def buffer_updates(graph: fx.Graph, buffers: dict[str, str]) -> dict[str, str]:
                 f"the model changes its input or parameter {target.name!r} in place during forward; work on a clone "
                 "instead"
             )
-        updated[buffers[target.name]] = value.name
+        updated[buffers[target.name]] = value
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-    return updated
+    output = graph.output_node()
+    output.args = ((*output.args[0], *updated.values()),)  # type: ignore[misc]
+    return list(updated)
 
 
 def mark_phase(graph: fx.Graph, loss: fx.Node, params: set[str], tangent: str) -> None:

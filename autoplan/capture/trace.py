@@ -75,6 +75,11 @@ class Trace:
     aliases: Mapping[str, tuple[str, ...]]  # parameter name -> its other names
     persistent: frozenset[str]  # names of buffers that a state dict holds
 
+    @property
+    def fixed_batch(self) -> bool:
+        """The model uses the number of rows as a plain number, so the graph is for the traced batch alone."""
+        return private.size_expr(self.batch).is_Integer is True
+
 
 def _opened(batch: Batch) -> Batch:
     """The batch in containers that pytree looks into: any mapping as a dict, dataclasses made known to torch."""
@@ -131,9 +136,29 @@ def trace(
     Raises ModelError: control flow that depends on data (with the user's source line), no scalar loss, no trainable
     parameter.
     """
+    found = _trace(model, batch, loss_fn, precision, promote, TRACED_BATCH)
+    rows = batch_rows(batch)
+    if found.fixed_batch and rows != TRACED_BATCH:
+        if rows == 1:
+            raise ModelError(
+                "the model uses the number of rows of its batch as a plain number (len(x), say) and the batch has one; "
+                "give it at least two"
+            )
+        found = _trace(model, batch, loss_fn, precision, promote, rows)
+    return found
+
+
+def _trace(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    precision: torch.dtype | None,
+    promote: bool,
+    traced_batch: int,
+) -> Trace:
     rows, tokens = batch_rows(batch), batch_seq(batch)
     world = private.FakeWorld()
-    names, hints = (["batch"], [TRACED_BATCH]) if tokens is None else (["batch", "seq"], [TRACED_BATCH, tokens])
+    names, hints = (["batch"], [traced_batch]) if tokens is None else (["batch", "seq"], [traced_batch, tokens])
     symbols = world.symbols(names, hints)
     symbolic_batch, symbolic_seq = symbols[0], symbols[1] if tokens is not None else None
 

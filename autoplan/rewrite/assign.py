@@ -14,10 +14,11 @@ from autoplan.capture.graph import Graph, Layer, Sizes
 from autoplan.errors import LegalityError
 from autoplan.plans import Plan, Strategy
 from autoplan.rewrite.program import ParamSpec
-from autoplan.rewrite.state import State, is_getitem, is_integer, is_side, operands, replicated, result_of, specs_of
+from autoplan.rewrite.state import State, is_getitem, is_integer, is_side, operands, replicated, result_of
 from autoplan.sharding import refine
 from autoplan.sharding.placement import Placement
 from autoplan.sharding.refinement import Refinement
+from autoplan.sharding.registry import result_specs
 from autoplan.sharding.rule import Choice
 
 
@@ -183,8 +184,8 @@ def check_assigned(state: State) -> None:
         choice = state.choices.get(node.name)
         if choice is None:
             raise LegalityError(f"assign: {node.name} belongs to no layer's strategy and is no side node")
-        if len(choice.operands) != len(operands(node)) or len(choice.results) != len(specs_of(node)):
+        if len(choice.operands) != len(operands(node)) or len(choice.results) != len(result_specs(node)):
             raise LegalityError(
                 f"assign: choice {choice.name!r} of {node.name} places {len(choice.operands)} operands and "
-                f"{len(choice.results)} results; the call has {len(operands(node))} and {len(specs_of(node))}"
+                f"{len(choice.results)} results; the call has {len(operands(node))} and {len(result_specs(node))}"
             )

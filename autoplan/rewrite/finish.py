@@ -39,9 +39,20 @@ def finish(state: State, weight: fx.GraphModule | None) -> StageProgram:
     return program
 
 
+# Kernels that refuse what does not lie contiguous in memory. Eagerly they are called with copies where needed; a graph
+# calls them with whatever a fake tensor looked like.
+_WANT_CONTIGUOUS = {torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default}
+
+
 def as_module(graph: fx.Graph, name: str) -> fx.GraphModule:
     """``graph``, without dead code and without the notes of the passes, as a module that holds nothing but code."""
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    for node in [n for n in graph.nodes if n.target in _WANT_CONTIGUOUS]:
+        for operand in node.all_input_nodes:
+            with graph.inserting_before(node):
+                contiguous = graph.call_function(torch.ops.aten.contiguous.default, (operand,))
+            contiguous.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
+            node.replace_input_with(operand, contiguous)
     for node in graph.nodes:
         node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
     graph.lint()

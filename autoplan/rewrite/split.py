@@ -142,7 +142,9 @@ class _Builder:
 class _Forward(_Builder):
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self.updates = [b for b in state.graph.buffers if b.mutated_by in self.forward_nodes]
+        # A count of batches depends on nothing but itself, so no layer makes it: every stage keeps it.
+        side = {name for name, node in self.nodes.items() if is_side(node)}
+        self.updates = [b for b in state.graph.buffers if b.mutated_by in self.forward_nodes | side]
 
     def build(self, saves: tuple[Save, ...]) -> None:
         self.hold()
@@ -152,7 +154,7 @@ class _Forward(_Builder):
             self.layer(self.state.graph.layers[i])
         outputs = [(self.leaving.get(c.value) or self.value(c.value), c.placement) for c in self.pieces.outputs]
         outputs += [(self.seen_from(save.value, save.layer), save.placement) for save in saves]
-        outputs += [(self.made[str(b.mutated_by)], R) for b in self.updates]
+        outputs += [(self.value(str(b.mutated_by)), R) for b in self.updates]
         self.finish(outputs, 0 if self.state.last else len(self.pieces.outputs))
 
     def layer(self, layer: Layer) -> None:

@@ -35,6 +35,7 @@ from autoplan.errors import LegalityError
 from autoplan.plans import Plan, Strategy
 from autoplan.rewrite.program import Coordinate, ParamSpec
 from autoplan.sharding.placement import Placement, R
+from autoplan.sharding.registry import result_specs
 from autoplan.sharding.rule import Choice
 
 Redistribution = tuple[str, str, str]
@@ -186,8 +187,8 @@ def result_of(node: fx.Node, choices: Mapping[str, Choice]) -> Placement:
 
 
 def replicated(node: fx.Node) -> Choice:
-    """The choice ``*``: everything whole on every rank."""
-    return Choice(name="*", operands=(R,) * len(operands(node)), results=(R,) * len(specs_of(node)), sharded=False)
+    """The choice ``*``: everything whole on every rank. A place for each result, asked for or not."""
+    return Choice(name="*", operands=(R,) * len(operands(node)), results=(R,) * len(result_specs(node)), sharded=False)
 
 
 def specs_of(node: fx.Node) -> tuple[TensorSpec, ...]:

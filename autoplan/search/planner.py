@@ -98,6 +98,7 @@ class Effort:
     time_limit_s: float = 60.0
     candidate_limit_s: float = 15.0
     relative_gap: float = 0.0
+    hand_plans: bool = True  # priced beside the answer; they ask for the tables of every mesh
 
 
 def search(
@@ -165,7 +166,7 @@ def solve_problem(
     pins = pins or Pins()
     space = problem.space(pins)
     run = _Run(contexts=problem.contexts(pins), effort=effort or Effort(), progress=progress, top=top)
-    hand = _hand_plans(problem, pins, run, space)
+    hand = _hand_plans(problem, pins, run, space) if run.effort.hand_plans else ()
     if pins == Pins():
         for alternative in hand:
             run.offer(alternative)

@@ -39,6 +39,8 @@ def row_mixing(graph: Graph, seq: int) -> str | None:
 
 
 def _mixing(graph: Graph, seq: int) -> str | None:
+    if graph.extra.get("fixed_batch"):
+        return "the model uses the number of rows as a plain number (len(x), say)"
     if graph.loss_kind == "mixed":
         return f"the loss needs the whole batch at once (at {graph.loss_mixed_at})"
     for buffer in graph.buffers:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from autoplan.capture import Graph, Sizes, capture, unfold
 from autoplan.capture.trace import Promote
 from autoplan.errors import ModelError
+from autoplan.sharding.rows import row_mixing
 
 
 def gpt2(layers: int = 2, tied: bool = True) -> nn.Module:
@@ -277,6 +278,25 @@ def test_a_module_with_two_names_is_left_as_it_was() -> None:
     torch.testing.assert_close(loss, expected.detach())
     for name, param in model.named_parameters():
         torch.testing.assert_close(gradients[name], param.grad, rtol=1e-9, atol=1e-14)
+
+
+def test_a_model_that_counts_its_rows_is_for_that_many() -> None:
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.left(x) @ self.right(x).T
+            return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+    model, x = Contrast().double(), torch.rand(7, 4, dtype=torch.float64)
+    graph = capture(model, {"x": x})
+    assert "plain number" in str(row_mixing(graph, 1))
+    loss, _ = run(graph, model, {"x": x})
+    torch.testing.assert_close(loss, model(x).detach())
+    with pytest.raises(ModelError, match="at least two"):
+        capture(model, {"x": x[:1]})
 
 
 def test_a_frozen_model_is_refused() -> None:
