@@ -6,6 +6,7 @@ One figure is taken anew. A rank here is forked, so most of its memory is the co
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from autoplan.cost_models.calibration import Calibration, fit
@@ -46,4 +47,5 @@ def measure_here(seat: Seat, argument: tuple[int, float]) -> dict[str, Any]:
         before_us = reference_us()
         rows = measure(per_node=per_node, budget_s=budget_s, precisions=PRECISIONS)
         after_us = reference_us()
+        gc.collect()  # graphs of what was measured, which hold each other
         return {"rows": rows, "reserved_bytes": seat.reset_peak(), "reference_us": (before_us, after_us)}
