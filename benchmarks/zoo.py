@@ -35,7 +35,7 @@ from autoplan.capture.random import CountedRandom, random_key
 from autoplan.capture.trace import Promote, batch_seq, call_arguments, find_loss
 from autoplan.cli.app import reported
 from autoplan.cost_models.cluster import Cluster
-from autoplan.errors import AutoplanError
+from autoplan.errors import AutoplanError, DegreeError
 from autoplan.plans import SCHEMA_VERSION, Alternative, PlanDocument
 from autoplan.runtime.params import module_source
 from autoplan.search.planner import Effort, Problem, problem_of, solve_problem
@@ -207,17 +207,20 @@ def sharded_share(graph: Graph, sizes: Sizes) -> float:
 def chosen(problem: Problem, base: Pins, found: Finding, generator: random.Random) -> list[Alternative]:
     """The best plan of all and of each kind of mesh, noted in ``found``, and random ones. What is run: the best of all
     and the random ones."""
-    free = base.data is None
-    kinds = {
-        "a line": Pins(tensor=RANKS, data=1, pipe=1, micro_batch=base.micro_batch),
-        "a plane": Pins(data=2, tensor=2) if free else Pins(pipe=2, tensor=2, data=1, micro_batch=base.micro_batch),
-        "stages": Pins(pipe=2, data=base.data, micro_batch=base.micro_batch),
+    free, micro_batch = base.data is None, base.micro_batch
+    kinds: dict[str, list[Pins]] = {
+        "a line": [Pins(tensor=RANKS, data=1, pipe=1, micro_batch=micro_batch)],
+        "a plane": [Pins(pipe=2, tensor=2, data=1, micro_batch=micro_batch)],
+        "stages": [Pins(pipe=2, data=base.data, micro_batch=micro_batch)],
     }
-    for name, pins in kinds.items():
-        if problem.layers == 1 and (pins.pipe or 1) > 1:
+    if free:  # heads that cannot be cut leave the data axis
+        kinds["a line"].append(Pins(data=RANKS, tensor=1, pipe=1))
+        kinds["a plane"] = [Pins(data=2, tensor=2), Pins(data=2, pipe=2, tensor=1)]
+    for name, options in kinds.items():
+        if problem.layers == 1 and all((pins.pipe or 1) > 1 for pins in options):
             found.meshes[name] = "one layer: cannot be cut"
             continue
-        found.meshes[name] = str(solve_problem(problem, pins=pins, effort=EFFORT).plan.degrees)
+        found.meshes[name] = first_possible(problem, options)
     document = solve_problem(problem, pins=base, effort=EFFORT)
     best = Alternative(plan=document.plan, estimate=document.estimate)
     drawn: Iterator[Alternative] = samples(problem, generator, limit_us=float("inf"), pins=base)
@@ -226,6 +229,17 @@ def chosen(problem: Problem, base: Pins, found: Finding, generator: random.Rando
         if len(seen) <= RANDOM_PLANS:
             seen.setdefault(signature(other.plan), other)
     return list(seen.values())
+
+
+def first_possible(problem: Problem, options: Sequence[Pins]) -> str:
+    """The degrees of the best plan under the first pins that the model allows. Raises DegreeError where none are."""
+    *others, last = options
+    for pins in others:
+        try:
+            return str(solve_problem(problem, pins=pins, effort=EFFORT).plan.degrees)
+        except DegreeError:
+            continue
+    return str(solve_problem(problem, pins=last, effort=EFFORT).plan.degrees)
 
 
 def run_plans(

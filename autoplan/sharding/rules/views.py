@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from autoplan.sharding.factors import ONE, common_divisor, quotient, refine_shapes
+from autoplan.sharding.factors import ONE, common_divisor, quotient, refine_shapes, suffix_products
 from autoplan.sharding.registry import Call, Dims, numbered, rule
 from autoplan.sharding.rule import Dim, Rule
 from autoplan.sharding.rules.pointwise import aligned
@@ -19,6 +19,8 @@ def view(call: Call) -> Rule | None:
     old, new = call.shape("self"), call.results()[0]
     if 0 in old:
         return None
+    if quotient(suffix_products(old)[-1], suffix_products(new)[-1]) != 1:
+        return _alike_at_the_ends(call, old, new)
     old_dims, new_dims, sizes, lone = refine_shapes(old, new)
 
     def named(dims: list[list[int]]) -> Dims:
@@ -31,6 +33,28 @@ def view(call: Call) -> Rule | None:
         fixed=[f"d{i}" for i in lone],
         linear=[("self",)],
     )
+
+
+def _alike_at_the_ends(call: Call, old: Sequence[sympy.Expr], new: Sequence[sympy.Expr]) -> Rule:
+    """Where sizes are such that nothing proves the two shapes equal (chunks of a padded sequence): the dims that
+    both begin and end with are kept, those between are fixed."""
+    most = min(len(old), len(new))
+    front = next((i for i in range(most) if old[i] != new[i]), most)
+    back = next((i for i in range(most - front) if old[-1 - i] != new[-1 - i]), most - front)
+    sizes: dict[str, sympy.Expr] = {}
+
+    def named(shape: Sequence[sympy.Expr], own: str) -> Dims:
+        letters = []
+        for i, size in enumerate(shape):
+            after = len(shape) - 1 - i
+            letter = f"d{i}" if i < front else f"e{after}" if after < back else f"{own}{i}"
+            sizes[letter] = size
+            letters.append((letter,))
+        return tuple(letters)
+
+    source, result = named(old, "x"), named(new, "y")
+    fixed = [letter for letter in sizes if letter[0] in "xy"]
+    return call.rule({"self": source}, [result], sizes=sizes, fixed=fixed, linear=[("self",)])
 
 
 @rule("aten.permute.default")
