@@ -371,7 +371,7 @@ def test_ops_that_no_rule_shards_are_listed() -> None:
     notes = autoplan.plan(Sorted(), Cluster.local(devices=2), regression()).notes
     assert any("1 op is priced as replicated" in note and "aten.histc" in note for note in notes)
     plain = autoplan.plan(
-        nn.Linear(4, 4), Cluster.local(devices=2), torch.randn(4, 4), lambda output, _: output.square().mean()
+        nn.Linear(4, 4), Cluster.local(devices=2), torch.randn(4, 4), loss_fn=lambda out, _: out.square().mean()
     )
     assert not any("priced as replicated" in note for note in plain.notes)
 

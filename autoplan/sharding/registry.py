@@ -165,10 +165,22 @@ def rule_for(node: fx.Node) -> Rule:
         return Rule(operands=(dims,), results=(dims,), sizes=sizes, linear=((0,),))
     function = _function(node)
     if function is not None:
-        return function(Call(node)) or replicate_rule(node)
+        try:
+            return function(Call(node)) or replicate_rule(node)
+        except RuleError:
+            if not _has_opaque_sizes(node):
+                raise
+            # Chunks of a padded sequence: two operands have one size, written in two ways that nothing proves equal.
+            return replicate_rule(node)
     from autoplan.sharding.discovery import discover  # it runs operators, and so needs this module
 
     return discover(node) or replicate_rule(node)
+
+
+def _has_opaque_sizes(node: fx.Node) -> bool:
+    """Whether a size is more than a polynomial of batch and sequence: a remainder, a quotient that is rounded."""
+    specs = [*operand_specs(node), *(spec for spec in result_specs(node) if spec is not None)]
+    return any(not size.is_polynomial(*size.free_symbols) for spec in specs for size in spec.shape)
 
 
 def replicated_ops(nodes: Iterable[fx.Node]) -> list[str]:

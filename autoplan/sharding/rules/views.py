@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 
+from autoplan.errors import RuleError
 from autoplan.sharding.factors import ONE, common_divisor, quotient, refine_shapes, suffix_products
 from autoplan.sharding.registry import Call, Dims, numbered, rule
 from autoplan.sharding.rule import Dim, Rule
@@ -26,13 +27,16 @@ def view(call: Call) -> Rule | None:
     def named(dims: list[list[int]]) -> Dims:
         return tuple(tuple(f"d{i}" for i in dim) for dim in dims)
 
-    return call.rule(
-        {"self": named(old_dims)},
-        [named(new_dims)],
-        sizes={f"d{i}": s for i, s in enumerate(sizes)},
-        fixed=[f"d{i}" for i in lone],
-        linear=[("self",)],
-    )
+    try:
+        return call.rule(
+            {"self": named(old_dims)},
+            [named(new_dims)],
+            sizes={f"d{i}": s for i, s in enumerate(sizes)},
+            fixed=[f"d{i}" for i in lone],
+            linear=[("self",)],
+        )
+    except RuleError:  # a chunk's length times the number of chunks, which sympy does not see to be the whole
+        return _alike_at_the_ends(call, old, new)
 
 
 def _alike_at_the_ends(call: Call, old: Sequence[sympy.Expr], new: Sequence[sympy.Expr]) -> Rule:
