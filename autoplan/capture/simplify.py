@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 import autoplan.capture.attention  # noqa: F401  # defines autoplan::attention
 from autoplan.capture.graph import BATCH, SEQ
@@ -93,14 +94,10 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.graph.nodes if n in found]
 
 
-def _constants(nodes: list[fx.Node]) -> list[int]:
-    found: list[int] = []
-    for node in nodes:
-        fx.node.map_aggregate(
-            (node.args, dict(node.kwargs)),
-            lambda value: found.append(abs(int(value))) if isinstance(value, (int, float)) and value == value else None,
-        )
-    return found
+def _constants(nodes: list[fx.Node]) -> list[float]:
+    """Sizes of all numbers in the calls; infinity is one."""
+    values = (value for node in nodes for value in pytree.tree_leaves((node.args, dict(node.kwargs))))
+    return [abs(value) for value in values if isinstance(value, (int, float))]
 
 
 def _value(node: fx.Node, above: list[fx.Node], sizes: Mapping[sympy.Symbol, int]) -> Tensor:

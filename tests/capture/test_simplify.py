@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoplan.capture import Graph, capture
+from autoplan.capture import simplify as simplify_module
 from tests.capture.test_capture import assert_same, gpt2, llama, run, tokens
 
 aten = torch.ops.aten
@@ -67,6 +68,20 @@ def test_only_a_mask_that_says_causal_becomes_causal(mask: Any, causal: bool) ->
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, param in model.named_parameters():
         torch.testing.assert_close(gradients[name], param.grad, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [
+        (lambda ids: torch.zeros(ids.shape[1], ids.shape[1]).double().masked_fill(~lower(ids)[0, 0], -torch.inf), True),
+        (lambda ids: lower(ids) & (torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1]) < 11), False),
+    ],
+    ids=["additive", "window"],
+)
+def test_a_long_mask_is_looked_at_in_part(mask: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window wider than the part is told by its constant."""
+    monkeypatch.setattr(simplify_module, "LONGEST", 10)
+    assert flags(capture(Attends(mask).double(), tokens(3, LENGTH))) == {causal}
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
