@@ -27,12 +27,13 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StageRunner:
-    """One stage's forward and backward of one micro-batch."""
+    """One stage's forward and backward of one micro-batch. Does not keep the program, see ``graphs``."""
 
     def __init__(
         self, program: StageProgram, store: ParamStore, gradients: Gradients, observe: Callable[[str], None]
     ) -> None:
-        self._program = program
+        self._stage = program.stage
+        self._outputs, self._updates = len(program.outputs), len(program.buffer_updates)
         self._observe = observe
         self._store = store
         self._gradients = gradients
@@ -52,16 +53,15 @@ class StageRunner:
     def forward(self, index: int, activations: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, what the backward needs) of one micro-batch."""
         self._observe(f"F{index}")
-        program, buffers = self._program, list(self._store.buffers)
+        buffers = list(self._store.buffers)
         results = self._forward([*self._store.values, *buffers, *self._inputs[index], *activations])
         if any(result is None for result in results):
-            raise LegalityError(f"the forward graph of stage {program.stage} returns None; it must return tensors")
+            raise LegalityError(f"the forward graph of stage {self._stage} returns None; it must return tensors")
         tensors = [result for result in results if result is not None]
-        count = len(program.outputs)
-        end = len(tensors) - len(program.buffer_updates)
+        end = len(tensors) - self._updates
         self._store.update_buffers(tensors[end:])
         # The backward sees the buffers that this forward saw, not those that later micro-batches leave.
-        return tuple(tensors[:count]), [*buffers, *tensors[count:end]]
+        return tuple(tensors[: self._outputs]), [*buffers, *tensors[self._outputs : end]]
 
     def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients of the activations; those of the parameters go to ``Gradients`` layer by layer. Empties
