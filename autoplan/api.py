@@ -22,11 +22,13 @@ from autoplan.capture import Graph, capture
 from autoplan.capture.fold import unfold
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
-from autoplan.errors import BatchError, ModelError, UserError
-from autoplan.plans import Fingerprint, PlanDocument, PrecisionName
+from autoplan.errors import BatchError, ModelError, RankError, UserError
+from autoplan.plans import Fingerprint, Plan, PlanDocument, PrecisionName
 from autoplan.refine import affordable, refine
 from autoplan.rewrite import require_valid, rewrite
 from autoplan.runtime import checkpoint
+from autoplan.runtime.dry_run import prepare
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.initial import Init, initial_source, is_on_meta
 from autoplan.runtime.launch import local_device, session
 from autoplan.runtime.mesh import build_axes
@@ -395,19 +397,27 @@ def build_step(
     optimizer: OptimizerFactory | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
+    executable: Executable | None = None,
 ) -> TrainStep:
-    """Rewrite an unfolded graph for this rank and make its step. All ranks of the default process group call this."""
-    if graph.extra["random"]:
-        raise ModelError(_undrawable(graph))
+    """Rewrite an unfolded graph for this rank and make its step. All ranks of the default process group call this.
+
+    ``executable``: from ``prepare_rank``, where the rewrite is done already. Raises RankError where this process has
+    made other groups than it was made for.
+    """
     plan = document.plan
+    if executable is None and graph.extra["random"]:
+        raise ModelError(_undrawable(graph))
     axes = build_axes(plan.degrees, device, timeout_s)
-    names = axes.group_names
-    groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
-    program = rewrite(graph, plan, axes.coordinate, groups, device)
-    gc.collect()  # graphs of passes refer to themselves in circles; on CPU ranks what they hold is device memory
-    store = ParamStore(program, axes, source)
+    if executable is None:
+        program = rewrite(graph, plan, axes.coordinate, axes.group_names, device)
+        executable = Executable.of(program, axes.group_names)
+        del program
+        gc.collect()  # graphs refer to themselves in circles; on CPU ranks what they hold is device memory
+    elif dict(executable.groups) != axes.group_names:
+        raise RankError(f"prepared for the process groups {executable.groups}, but here they are {axes.group_names}")
+    store = ParamStore(executable, axes, source)
     return TrainStep(
-        program,
+        executable,
         store,
         plan,
         axes,
@@ -417,6 +427,16 @@ def build_step(
         loss_kind=graph.loss_kind,
         seed=seed,
     )
+
+
+def prepare_rank(graph: Graph, plan: Plan, rank: int, device: torch.device) -> Executable:
+    """What ``rank`` will run under ``plan``, for ``build_step``; made where no process group is open, as in a process
+    that the ranks will be forked from. ``device`` is where the rank will run."""
+    if graph.extra["random"]:
+        raise ModelError(_undrawable(graph))
+    executable = prepare(plan, rank, lambda place, groups: rewrite(graph, plan, place, groups, device))
+    gc.collect()
+    return executable
 
 
 def _undrawable(graph: Graph) -> str:

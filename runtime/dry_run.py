@@ -19,6 +19,7 @@ from autoplan.errors import UserError
 from autoplan.plans import Plan
 from autoplan.rewrite.program import Coordinate, InputInfo, StageProgram
 from autoplan.runtime._torch_private import FakeStore
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.optimizer import OptimizerFactory
 from autoplan.runtime.params import ParamStore
@@ -50,6 +51,19 @@ def recorded_world(rank: int, size: int) -> Iterator[Recorder]:
         dist.destroy_process_group()
 
 
+def prepare(plan: Plan, rank: int, rewrite: Rewrite) -> Executable:
+    """What ``rank`` will run, made before it is there, on the host.
+
+    torch counts the groups of a process to name them, so the names are those that the rank's will have, if it makes no
+    groups but the default one and those of ``build_axes``; ``Executable.groups`` has them to compare.
+    """
+    with recorded_world(rank, plan.degrees.size):
+        axes = build_axes(plan.degrees, torch.device("cpu"), NO_TIME_S)
+        executable = Executable.of(rewrite(axes.coordinate, axes.group_names), axes.group_names)
+        axes.close()
+    return executable
+
+
 def dry_run(
     plan: Plan,
     rank: int,
@@ -71,9 +85,7 @@ def dry_run(
     host, device = torch.device("cpu"), torch.device("meta")
     with recorded_world(rank, plan.degrees.size) as recorder:
         axes = replace(build_axes(plan.degrees, host, NO_TIME_S), device=device)
-        names = axes.group_names
-        groups = {axis: names[axis] for axis in ("data", "tensor") if axes.degree(axis) > 1}
-        program = rewrite(axes.coordinate, groups)
+        program = Executable.of(rewrite(axes.coordinate, axes.group_names), axes.group_names)
 
         def source(name: str) -> Tensor:
             shape, dtype = tensors[name]

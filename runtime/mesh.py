@@ -35,8 +35,8 @@ class Axes:
 
     @property
     def group_names(self) -> dict[str, str]:
-        """Axis to the name by which functional collectives find its group."""
-        return {axis: group.group_name for axis, group in self.groups.items()}
+        """Axis to the name by which the collectives in a graph find its group; for axes that cut something."""
+        return {axis: self.groups[axis].group_name for axis in ("data", "tensor") if self.degree(axis) > 1}
 
     def degree(self, axis: str) -> int:
         return self.degrees.data * self.degrees.tensor if axis == STAGE else self.degrees.mesh.degree(axis)

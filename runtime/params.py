@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autoplan.errors import UserError
-from autoplan.rewrite.program import ParamSpec, StageProgram
+from autoplan.rewrite.program import ParamSpec
 from autoplan.runtime.collectives import all_gather_pieces, all_gather_rows
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.mesh import Axes
 from autoplan.runtime.pieces import cut, join, row_range, same_memory
 from autoplan.runtime.precision import master_dtype
@@ -49,7 +50,7 @@ def is_whole(spec: ParamSpec) -> bool:
 class ParamStore:
     """Every parameter and buffer of a stage program."""
 
-    def __init__(self, program: StageProgram, axes: Axes, source: Source) -> None:
+    def __init__(self, program: Executable, axes: Axes, source: Source) -> None:
         self.axes = axes
         self.stage = program.stage
         self.params = tuple(self._hold(spec, source(spec.name)) for spec in program.params)
@@ -92,7 +93,7 @@ class ParamStore:
 
     @property
     def values(self) -> list[Tensor]:
-        """What graphs get, in the order of ``StageProgram.params``."""
+        """What graphs get, in the order of ``Executable.params``."""
         return [held.value for held in self.params]
 
     @property
@@ -105,7 +106,7 @@ class ParamStore:
         return self.stage == min((self.stage, *held.spec.tied_stages))
 
     def update_buffers(self, values: Sequence[Tensor]) -> None:
-        """Take the new values of ``StageProgram.buffer_updates``. New tensors: a backward still reads the old ones."""
+        """Take the new values of ``Executable.buffer_updates``. New tensors: a backward still reads the old ones."""
         for name, value in zip(self.updated_buffers, values, strict=True):
             self.buffers[self.buffer_names.index(name)] = value
 

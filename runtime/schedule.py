@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from autoplan.errors import LegalityError
 from autoplan.plans import Plan
-from autoplan.rewrite.program import StageProgram, ValueSpec
+from autoplan.rewrite.program import ValueSpec
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.gradients import Gradients, storages
-from autoplan.runtime.graphs import boxed, delivering
 from autoplan.runtime.mesh import Axes
 from autoplan.runtime.params import ParamStore
 from autoplan.runtime.pieces import storage_of
@@ -27,19 +27,15 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class StageRunner:
-    """One stage's forward and backward of one micro-batch. Does not keep the program, see ``graphs``."""
+    """One stage's forward and backward of one micro-batch."""
 
     def __init__(
-        self, program: StageProgram, store: ParamStore, gradients: Gradients, observe: Callable[[str], None]
+        self, program: Executable, store: ParamStore, gradients: Gradients, observe: Callable[[str], None]
     ) -> None:
-        self._stage = program.stage
-        self._outputs, self._updates = len(program.outputs), len(program.buffer_updates)
+        self._program = program
         self._observe = observe
         self._store = store
         self._gradients = gradients
-        self._forward = boxed(program.forward)
-        self._returned = sum(spec.grad for spec in program.activations)
-        self._backward = delivering(program.backward, self._returned)
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._tangents: Sequence[Tensor] = ()
 
@@ -53,15 +49,16 @@ class StageRunner:
     def forward(self, index: int, activations: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, what the backward needs) of one micro-batch."""
         self._observe(f"F{index}")
-        buffers = list(self._store.buffers)
-        results = self._forward([*self._store.values, *buffers, *self._inputs[index], *activations])
+        program, buffers = self._program, list(self._store.buffers)
+        results = program.forward([*self._store.values, *buffers, *self._inputs[index], *activations])
         if any(result is None for result in results):
-            raise LegalityError(f"the forward graph of stage {self._stage} returns None; it must return tensors")
+            raise LegalityError(f"the forward graph of stage {program.stage} returns None; it must return tensors")
         tensors = [result for result in results if result is not None]
-        end = len(tensors) - self._updates
+        count = len(program.outputs)
+        end = len(tensors) - len(program.buffer_updates)
         self._store.update_buffers(tensors[end:])
         # The backward sees the buffers that this forward saw, not those that later micro-batches leave.
-        return tuple(tensors[: self._outputs]), [*buffers, *tensors[self._outputs : end]]
+        return tuple(tensors[:count]), [*buffers, *tensors[count:end]]
 
     def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients of the activations; those of the parameters go to ``Gradients`` layer by layer. Empties
@@ -71,7 +68,7 @@ class StageRunner:
         arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
         saved.clear()
         self._gradients.begin(foreign=storages(arguments), last=index == len(self._inputs) - 1)
-        return self._backward(arguments, self._gradients.take)
+        return self._program.backward(arguments, self._gradients.take)
 
 
 class LoopSchedule:
@@ -119,7 +116,7 @@ class _StageModule(nn.Module):
     """What ``PipelineStage`` calls with the activations it received. torch's schedules run forwards in the order of the
     micro-batches, so a count tells which one it is."""
 
-    def __init__(self, program: StageProgram, runner: StageRunner, device: torch.device) -> None:
+    def __init__(self, program: Executable, runner: StageRunner, device: torch.device) -> None:
         super().__init__()
         self.runner = runner
         self.activations, self.outputs = program.activations, program.outputs
@@ -139,7 +136,7 @@ class _StageModule(nn.Module):
 class PipelineSchedule:
     """Several stages, by torch's 1F1B or GPipe schedule."""
 
-    def __init__(self, program: StageProgram, runner: StageRunner, plan: Plan, axes: Axes) -> None:
+    def __init__(self, program: Executable, runner: StageRunner, plan: Plan, axes: Axes) -> None:
         self._module = _StageModule(program, runner, axes.device)
         stage = PipelineStage(
             self._module,
@@ -170,7 +167,7 @@ class PipelineSchedule:
 
 
 def build_schedule(
-    program: StageProgram, runner: StageRunner, plan: Plan, axes: Axes
+    program: Executable, runner: StageRunner, plan: Plan, axes: Axes
 ) -> LoopSchedule | PipelineSchedule:
     return LoopSchedule(runner) if program.stages == 1 else PipelineSchedule(program, runner, plan, axes)
 

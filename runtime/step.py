@@ -17,10 +17,10 @@ from torch import Tensor
 
 from autoplan.errors import BatchError
 from autoplan.plans import Plan
-from autoplan.rewrite.program import KEY, InputInfo, StageProgram, random_key
+from autoplan.rewrite.program import KEY, InputInfo, random_key
 from autoplan.runtime.clip import clip, squared_norm
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.gradients import Gradients
-from autoplan.runtime.graphs import boxed
 from autoplan.runtime.mesh import Axes
 from autoplan.runtime.optimizer import OptimizerFactory, build_optimizer
 from autoplan.runtime.params import ParamStore
@@ -34,7 +34,7 @@ class TrainStep:
 
     def __init__(
         self,
-        program: StageProgram,
+        program: Executable,
         store: ParamStore,
         plan: Plan,
         axes: Axes,
@@ -48,7 +48,7 @@ class TrainStep:
         tied: Mapping[str, bool] | None = None,  # gradients.tied_layouts, where the caller knows it
         observe: Callable[[str], None] | None = None,  # told as each part of a step begins
     ) -> None:
-        self.store, self.plan, self.axes = store, plan, axes
+        self.program, self.store, self.plan, self.axes = program, store, plan, axes
         self.max_norm = max_norm
         self._loss_kind, self._seed = loss_kind, seed
         parts = plan.micro_batches * plan.degrees.data
@@ -62,8 +62,6 @@ class TrainStep:
         self._norm: Tensor | None = None
         infos = {info.path: info for info in inputs}
         self._inputs = [infos[path] for path in program.inputs]
-        self._output = program.outputs[0]  # the loss, at the last stage
-        self._counted = None if program.weight is None else boxed(program.weight)
         self._all_inputs = tuple(inputs)
         self._observe = observe or _nobody
         self._gradients = Gradients(store, tied)
@@ -132,19 +130,19 @@ class TrainStep:
 
     def _weights(self, leaves: Sequence[Sequence[Tensor]]) -> Tensor:
         """(micro-batches,): each one's share of the objective, float64."""
-        data = self.axes.degrees.data
+        data, count_of = self.axes.degrees.data, self.program.weight
         device = self.axes.device
-        if self._counted is None:
+        if count_of is None:
             weight = 1.0 if self._loss_kind == "sum" else 1.0 / (len(leaves) * data)
             return torch.full((len(leaves),), weight, dtype=torch.float64, device=device)
-        counts = [self._counted(list(own))[0] for own in leaves]
+        counts = [count_of(list(own))[0] for own in leaves]
         counted = torch.stack([count.to(torch.float64).reshape(()) for count in counts if count is not None])
         total = counted.sum()
         dist.all_reduce(total, group=self.axes.groups["data"])
         return counted / total
 
     def _tangent(self, weight: Tensor) -> Tensor:
-        dtype = self._output.dtype if self.axes.is_last_stage else torch.float32
+        dtype = self.program.outputs[0].dtype if self.axes.is_last_stage else torch.float32
         return weight.to(dtype)
 
     def _loss_and_norm(self, losses: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +158,7 @@ class TrainStep:
 
     def _speaks_for_loss(self) -> bool:
         """Whether this rank's loss counts: every tensor rank has it, unless each has a part of the sum."""
-        partial = self._output.placement.kind == "P"
+        partial = self.program.outputs[0].placement.kind == "P"
         return self.axes.is_last_stage and (partial or self.axes.coordinate.tensor == 0)
 
 

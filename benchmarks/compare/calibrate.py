@@ -1,7 +1,8 @@
 """A shape's cluster with measured constants, from a calibration run by the testbed's own ranks, held as in training.
 
-One figure is taken anew. A rank here is forked, so most of its memory is the coordinator's and not charged to it, while
-``runtime.measure`` counts all that the process has; what is held against a rank's limit is what its cgroup says.
+One figure is taken anew, ``reserved_bytes``. A rank here is forked, so most of its memory is the coordinator's and not
+charged to it, while ``runtime.measure`` counts all that the process has; what is held against a rank's limit is what its
+cgroup says, of a rank that trains: a small model does.
 """
 
 from __future__ import annotations
@@ -9,16 +10,25 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
+from autoplan.api import build_step, prepare_rank
+from autoplan.capture import capture
 from autoplan.cost_models.calibration import Calibration, fit
 from autoplan.cost_models.calibration_records import read_rows
 from autoplan.errors import RankError
 from autoplan.runtime.measure import measure
+from autoplan.runtime.params import module_source
+from autoplan.search.planner import search
+from benchmarks.compare.cases import QUICK_MODEL
+from benchmarks.compare.memory import live_storages
 from benchmarks.compare.reference import reference_us
 from benchmarks.compare.worker import Group
 from benchmarks.testbed import Seat, Testbed
 
 TIMES = 4.0  # of the budget, that it may take on a busy machine
 SET_UP_S = 120.0
+STEPS = 3  # of the small model: the first makes the optimizer's state
 PRECISIONS = ("fp32",)  # all that is trained in here
 
 
@@ -32,20 +42,54 @@ def calibrated(bed: Testbed, budget_s: float) -> tuple[Calibration, tuple[float,
         if outcome.status not in ("ok", "stopped"):
             raise RankError(f"calibration ended on rank {outcome.rank}, {outcome.status}: {outcome.error}")
     rows = [row for row in outcomes[0].value["rows"] if row.get("name") != "reserved_bytes"]
-    reserved = [outcome.value["reserved_bytes"] for outcome in outcomes]
-    if None not in reserved:  # unshaped, nothing is charged and nothing is held
-        rows.append({"record": "constant", "name": "reserved_bytes", "value": max(reserved)})
+    reserved = reserved_bytes(bed)
+    if reserved is not None:
+        rows.append({"record": "constant", "name": "reserved_bytes", "value": reserved})
     before_us, after_us = outcomes[0].value["reference_us"]
     return fit(bed.spec.cluster, read_rows(rows)), (before_us, after_us)
 
 
+def reserved_bytes(bed: Testbed) -> int | None:
+    """What a rank that trains is charged for beside its tensors, the most of all ranks; None unshaped, where nothing is
+    charged and nothing is held.
+
+    Raises RankError where a rank fails.
+    """
+    case, cluster = QUICK_MODEL, bed.spec.cluster
+    module, batch = case.build(), case.batch(0)
+    graph = capture(module, batch, None, precision=torch.float32)
+    document = search(
+        graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name
+    )
+    ranks = range(document.plan.degrees.size)
+    ready = [prepare_rank(graph, document.plan, rank, torch.device("cpu")) for rank in ranks]
+
+    def train(seat: Seat, argument: None) -> int | None:
+        known = live_storages()
+        with Group(seat, SET_UP_S):
+            source, device = module_source(module), torch.device("cpu")
+            step = build_step(graph, document, source, device, SET_UP_S, executable=ready[seat.rank])
+            for _ in range(STEPS):
+                step(batch)
+            gc.collect()
+            charged = seat.reset_peak()
+            tensors = sum(size for address, size in live_storages().items() if address not in known)
+            return None if charged is None else charged - tensors
+
+    outcomes = bed.fork(train, None, SET_UP_S)
+    for outcome in outcomes:
+        if outcome.status not in ("ok", "stopped"):
+            raise RankError(f"the small model did not train on rank {outcome.rank}, {outcome.status}: {outcome.error}")
+    charged = [outcome.value for outcome in outcomes]
+    return None if None in charged else max(charged)
+
+
 def measure_here(seat: Seat, argument: tuple[int, float]) -> dict[str, Any]:
-    """In each rank: the rows (the same on all), and what it holds when the measurements are over."""
+    """In each rank: the rows, the same on all."""
     per_node, budget_s = argument
     with Group(seat, SET_UP_S + TIMES * budget_s):
         seat.ready()
         before_us = reference_us()
         rows = measure(per_node=per_node, budget_s=budget_s, precisions=PRECISIONS)
         after_us = reference_us()
-        gc.collect()  # graphs of what was measured, which hold each other
-        return {"rows": rows, "reserved_bytes": seat.reset_peak(), "reference_us": (before_us, after_us)}
+        return {"rows": rows, "reference_us": (before_us, after_us)}

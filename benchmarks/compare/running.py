@@ -6,15 +6,17 @@ Ranks have the model, its graph and the batches from the fork. No thread may liv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from autoplan.api import build_step
+from autoplan.api import build_step, prepare_rank
 from autoplan.plans import SCHEMA_VERSION, Alternative, PlanDocument
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.params import module_source
 from benchmarks.compare.candidates import Chosen, signature
 from benchmarks.compare.results import Prediction, Run
@@ -40,8 +42,10 @@ class Runner:
 
     def plan(self, chosen: Chosen, prediction: Prediction) -> Run:
         width = chosen.plan.degrees.size // chosen.plan.degrees.pipe
+        graph, plan = self.subject.graph, chosen.plan
+        ready = [prepare_rank(graph, plan, rank, torch.device("cpu")) for rank in range(plan.degrees.size)]
         outcomes, seconds = self._fork(
-            partial(build_plan, self.subject, chosen.alternative), prediction.step_us, count_tensors=True
+            partial(build_plan, self.subject, chosen.alternative, ready), prediction.step_us, count_tensors=True
         )
         return run_of(
             outcomes,
@@ -124,9 +128,11 @@ class Runner:
         return [Heard(outcome=o, measured=o.value or reported.get(o.rank, {})) for o in outcomes], seconds
 
 
-def build_plan(subject: Subject, alternative: Alternative) -> Step:
-    """In a rank, once its process group is there."""
+def build_plan(subject: Subject, alternative: Alternative, ready: Sequence[Executable]) -> Step:
+    """In a rank, once its process group is there. ``ready``: for each rank."""
     document = PlanDocument(schema_version=SCHEMA_VERSION, plan=alternative.plan, estimate=alternative.estimate)
     source = module_source(subject.module)
     device = torch.device("cpu")
-    return build_step(subject.graph, document, source, device, SET_UP_S, subject.optimizer)
+    return build_step(
+        subject.graph, document, source, device, SET_UP_S, subject.optimizer, executable=ready[dist.get_rank()]
+    )

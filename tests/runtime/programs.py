@@ -21,6 +21,7 @@ from autoplan.capture.graph import InputInfo, TensorSpec
 from autoplan.plans import Degrees, Fingerprint, LayerPlan, Plan, Strategy
 from autoplan.rewrite.program import ParamSpec, StageProgram, ValueSpec
 from autoplan.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.mesh import Axes, build_axes
 from autoplan.runtime.params import ParamStore, module_source
 from autoplan.runtime.pieces import cut
@@ -263,7 +264,7 @@ class Case:
         )
 
     def step(self, axes: Axes, **options: Any) -> TrainStep:
-        program = self.program(axes)
+        program = Executable.of(self.program(axes), axes.group_names)
         store = ParamStore(program, axes, module_source(self.model()))
         return TrainStep(program, store, self.plan(), axes, self.inputs(), **options)
 

@@ -25,6 +25,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.errors import BatchError, LegalityError
 from autoplan.plans import Degrees, Fingerprint, Plan, Recompute, Schedule
 from autoplan.rewrite import Coordinate, check_priced, rewrite
+from autoplan.runtime.executable import Executable
 from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.params import ParamStore, module_source
 from autoplan.runtime.step import TrainStep
@@ -222,8 +223,7 @@ def prepare_all() -> Iterator[Sequence[Ready]]:
 def run_plan(ready: Ready, plan: Plan) -> dict[str, float]:
     """How far these ranks are from one process."""
     axes = build_axes(plan.degrees, torch.device("cpu"), 60.0)
-    groups = {a: axes.group_names[a] for a in ("data", "tensor") if axes.degree(a) > 1}
-    program = rewrite(ready.graph, plan, axes.coordinate, groups)
+    program = Executable.of(rewrite(ready.graph, plan, axes.coordinate, axes.group_names), axes.group_names)
     store = ParamStore(program, axes, module_source(ready.model))
     step = TrainStep(program, store, plan, axes, ready.graph.inputs, adamw, max_norm=CLIP)
     found = differences(step, ready.one)
