@@ -4,8 +4,8 @@ A plain call holds all arguments until it returns: the activations of a micro-ba
 its backward, beside the gradients that take their place. Here the graph takes one list and empties it (the "boxed"
 convention).
 
-What runs is a plain function: the graph's nodes, with what they know of shapes and partitions, are garbage once it is made
-(3 to 5 kB each; on a CPU rank that is device memory).
+What runs is a plain function: the graph's nodes, with what they know of shapes and partitions, are garbage once it is
+made (3 to 5 kB each; on a CPU rank that is device memory).
 
 A backward graph returns its parameters' gradients last. ``delivering`` hands them to a sink layer by layer instead:
 they can be added up and let go at once, and their sum over ranks can begin while the layers before still run.
@@ -104,8 +104,8 @@ _FILES = count()
 
 
 def _function(graph: fx.Graph, module: fx.GraphModule) -> Callable[..., Any]:
-    """``graph`` as a function that keeps nothing of it alive; constants are those of ``module``. Its source is there for
-    tracebacks."""
+    """``graph`` as a function that keeps nothing of it alive; constants are those of ``module``. Its source is there
+    for tracebacks."""
     code = graph.python_code("self")
     file = f"<autoplan graph {next(_FILES)}>"
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)

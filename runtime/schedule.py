@@ -166,9 +166,7 @@ class PipelineSchedule:
         return [loss.detach() for loss in losses]
 
 
-def build_schedule(
-    program: Executable, runner: StageRunner, plan: Plan, axes: Axes
-) -> LoopSchedule | PipelineSchedule:
+def build_schedule(program: Executable, runner: StageRunner, plan: Plan, axes: Axes) -> LoopSchedule | PipelineSchedule:
     return LoopSchedule(runner) if program.stages == 1 else PipelineSchedule(program, runner, plan, axes)
 
 

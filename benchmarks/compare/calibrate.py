@@ -1,8 +1,8 @@
 """A shape's cluster with measured constants, from a calibration run by the testbed's own ranks, held as in training.
 
 One figure is taken anew, ``reserved_bytes``. A rank here is forked, so most of its memory is the coordinator's and not
-charged to it, while ``runtime.measure`` counts all that the process has; what is held against a rank's limit is what its
-cgroup says, of a rank that trains: a small model does.
+charged to it, while ``runtime.measure`` counts all that the process has; what is held against a rank's limit is what
+its cgroup says, of a rank that trains a small model.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def reserved_bytes(bed: Testbed) -> int | None:
     case, cluster = QUICK_MODEL, bed.spec.cluster
     module, batch = case.build(), case.batch(0)
     graph = capture(module, batch, None, precision=torch.float32)
-    document = search(
-        graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name
-    )
+    document = search(graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name)
     ranks = range(document.plan.degrees.size)
     ready = [prepare_rank(graph, document.plan, rank, torch.device("cpu")) for rank in ranks]
 
