@@ -228,7 +228,9 @@ def price_of(operation: recorder.Operation) -> NodePrice:
         return [argument(item) for item in value] if isinstance(value, tuple) else value
 
     args = tuple(argument(value) for value in operation.args)
-    kwargs = {key: argument(value) for key, value in operation.kwargs}
+    given = operation.target._schema.arguments
+    written = {a.name for a in given if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write}
+    kwargs = {key: argument(value) for key, value in operation.kwargs if key not in written}  # results, told where
     call = graph.call_function(operation.target, args, kwargs)
     made = [shape for shape in operation.results if shape is not None]
     call.meta["specs"] = tuple(_spec(shape) for shape in made)

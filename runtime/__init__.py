@@ -11,8 +11,9 @@ Terms
 *whole*    not cut over the data axis: zero 0, or a parameter without dims, or one not trained (zero 1, 2).
 
 Order of a step (``step.py``): cut the batch, weigh the losses, run the schedule, sum gradients, clip, update, publish
-the new values. One file for each: ``mesh``, ``params``, ``precision``, ``graphs``, ``schedule``, ``gradients``,
-``clip``, ``optimizer``, ``step``, ``checkpoint``, ``launch``; ``pieces`` and ``collectives`` hold what they share.
+the new values. One file for each: ``mesh``, ``params``, ``precision``, ``graphs``, ``executable`` (a rank's program as
+plain functions), ``schedule``, ``gradients``, ``clip``, ``optimizer``, ``step``, ``checkpoint``, ``launch``; ``pieces``
+and ``collectives`` hold what they share.
 """
 
 import autoplan.kernels.ops  # noqa: F401 -- registers the fused operators that rewritten graphs call

@@ -22,10 +22,9 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from autoplan.rewrite import collectives
+from autoplan.rewrite.aliases import roots
 
 Sink = Callable[[Sequence[int], Sequence[Tensor], Sequence[bool]], None]
 """Takes gradients: their places among all, themselves, and of each whether its memory is its own."""
@@ -124,19 +123,13 @@ def _unboxed(graph: fx.Graph, source: fx.Graph) -> dict[fx.Node, Any]:
     return values
 
 
-# Calls whose result may lie in the memory of their first operand though their schema does not say so.
-_MAY_ALIAS = {"reshape", "_reshape_alias", "_unsafe_view", "contiguous", "to", "lift_fresh"}
-
-
 def _private(nodes: Sequence[fx.Node], returned: Sequence[Any], delivered: Sequence[fx.Node]) -> dict[fx.Node, bool]:
     """Of each delivered gradient whether it alone lies in its memory from then on: no argument, no result, no other
     gradient does, and nothing after it reads there."""
     position = {node: at for at, node in enumerate(nodes)}
-    root: dict[fx.Node, fx.Node] = {}
+    root = roots(nodes)
     last_read: dict[fx.Node, int] = {}
     for node in nodes:
-        operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        root[node] = root[operand] if operand is not None and _may_alias(node) else node
         reads = [position[user] for user in node.users if user.op != "output"]
         last_read[root[node]] = max([last_read.get(root[node], 0), *reads])
     taken = Counter(root[node] for node in delivered)
@@ -148,21 +141,3 @@ def _private(nodes: Sequence[fx.Node], returned: Sequence[Any], delivered: Seque
         and last_read[root[node]] <= position[node]
         for node in delivered
     }
-
-
-def _may_alias(node: fx.Node) -> bool:
-    """Whether the result may lie in the first operand's memory."""
-    target = node.target
-    if (
-        target is operator.getitem
-    ):  # results of one ATen call lie apart, unless they are views; ours may be cut from one
-        source = node.args[0]
-        return not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload) or _views(source)
-    return target is collectives.move or _views(node)
-
-
-def _views(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return bool(target.is_view) or str(target).removeprefix("aten.").split(".")[0] in _MAY_ALIAS

@@ -51,6 +51,10 @@ class Tensors:
         return self.random(self.rows, self.width)
 
     @cached_property
+    def ones(self) -> Tensor:
+        return torch.ones_like(self.x)  # a product in place that is repeated must not end in denormal numbers
+
+    @cached_property
     def row(self) -> Tensor:
         return self.random(self.width)
 
@@ -165,8 +169,15 @@ OPS: tuple[tuple[str, Arguments], ...] = (
     ("select_backward", lambda t: (t.x, [t.rows, 3, t.width], 1, 1)),
     ("clone", lambda t: (t.heads, torch.contiguous_format)),
     ("clone", lambda t: (t.heads.transpose(-1, -2), torch.contiguous_format)),
-    # in place: the runtime's own sums and copies, and what optimizers are made of
+    # in place: results written over operands, the runtime's own sums and copies, and what optimizers are made of
     ("add_.Tensor", lambda t: (t.z, t.y)),
+    ("mul_.Tensor", lambda t: (t.z, t.ones)),
+    ("div_.Tensor", lambda t: (t.z, t.ones)),
+    ("div_.Scalar", lambda t: (t.z, 1.0)),
+    ("neg_", lambda t: (t.z,)),
+    ("tanh_", lambda t: (t.z,)),
+    ("rsqrt_", lambda t: (t.z,)),
+    ("relu_", lambda t: (t.z,)),
     ("copy_", lambda t: (t.z, t.y)),
     ("zero_", lambda t: (t.z,)),
     ("mul_.Tensor", lambda t: (t.z, 1.0)),

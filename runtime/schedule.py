@@ -67,7 +67,9 @@ class StageRunner:
         buffers = len(self._store.buffers)
         arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
         saved.clear()
-        self._gradients.begin(foreign=storages(arguments), last=index == len(self._inputs) - 1)
+        # What was saved is freed during the call, and its memory may become a gradient's.
+        lasting = storages([*self._store.values, *self._inputs[index], *gradients])
+        self._gradients.begin(foreign=lasting, last=index == len(self._inputs) - 1)
         return self._program.backward(arguments, self._gradients.take)
 
 

@@ -10,7 +10,8 @@ therefore replaces each call by
 and its backward, which run the device's own fused kernel where one fits and plain mathematics otherwise. ``h`` is a
 multiple of ``g`` (grouped-query attention: query head ``i`` reads key head ``i // (h // g)``). ``mask`` is boolean
 (True: attend) or additive, and broadcasts to ``[b,h,s,t]``. ``lse`` is the log of the sum of exponentials, which
-backward needs.
+backward needs. ``out`` and the gradients of ``q``, ``k`` and ``v`` lie in memory as ``[b,s,h,e]``, which is how the
+kernels write them and how the projections around attention read them; ``lse`` is contiguous.
 """
 
 from __future__ import annotations
@@ -46,6 +47,22 @@ def _fold(grad: Tensor, groups: int) -> Tensor:
     return grad if h == groups else grad.reshape(b, groups, h // groups, t, d).sum(2)
 
 
+def _dense(grad: Tensor) -> Tensor:
+    """Kernels take any strides but that of the last dim, along which they read vectors."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """``x [b,h,s,e]`` with the heads of a position side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty(x: Tensor, width: int) -> Tensor:
+    """As ``_by_position`` lays out an ``[b,h,s,width]`` with the first dims of ``x``."""
+    b, h, s, _ = x.shape
+    return x.new_empty(b, s, h, width).transpose(1, 2)
+
+
 def _fused_cpu(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.shape[2] > 0
 
@@ -76,9 +93,9 @@ def attention(
     bias = _additive(mask, q)
     if _fused_cpu(q, v):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeat(k, h), _repeat(v, h), 0.0, is_causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-        return out.contiguous(), lse.contiguous()
+        return _by_position(out), lse.contiguous()
     if _fused_cuda(q, v):
         if bias is not None:
             bias = bias.expand(q.shape[0], h, q.shape[2], k.shape[2]).contiguous()
@@ -86,18 +103,18 @@ def attention(
             q, _repeat(k, h), _repeat(v, h), bias, True, 0.0, is_causal, scale=scale
         )
         # The efficient kernel pads lse's last dim to a multiple of 32.
-        return out.contiguous(), lse[..., : q.shape[2]].contiguous()
+        return _by_position(out), lse[..., : q.shape[2]].contiguous()
     wide = _accumulate_dtype(q)
     scores = _scores(q.to(wide), _repeat(k, h).to(wide), bias, is_causal, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _repeat(v, h).to(wide)
-    return out.to(q.dtype).contiguous(), lse.contiguous()
+    return _by_position(out.to(q.dtype)), lse.contiguous()
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
-    return q.new_empty(b, h, s, v.shape[-1]), q.new_empty(b, h, s, dtype=_accumulate_dtype(q))
+    return _empty(q, v.shape[-1]), q.new_empty(b, h, s, dtype=_accumulate_dtype(q))
 
 
 @torch.library.custom_op("autoplan::attention_backward", mutates_args=())
@@ -115,18 +132,19 @@ def attention_backward(
     """Gradients of q, k and v."""
     h, g = q.shape[1], k.shape[1]
     bias = _additive(mask, q)
-    kr, vr = _repeat(k, h), _repeat(v, h)
     if _fused_cpu(q, v):
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.contiguous(), q, kr, vr, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+            _dense(grad), q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-    elif _fused_cuda(q, v):
+        return _by_position(dq), _by_position(dk), _by_position(dv)
+    kr, vr = _repeat(k, h), _repeat(v, h)
+    if _fused_cuda(q, v):
         if bias is not None:
             bias = bias.expand(q.shape[0], h, q.shape[2], k.shape[2]).contiguous()
         padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad.contiguous(),
+            _dense(grad),
             q,
             kr,
             vr,
@@ -149,9 +167,9 @@ def attention_backward(
         ds = p * (dp - (gw * out.to(wide)).sum(-1, keepdim=True))
         dq, dk = ds @ kw * scale, ds.transpose(-1, -2) @ qw * scale
     return (
-        dq.to(q.dtype).contiguous(),
-        _fold(dk, g).to(k.dtype).contiguous(),
-        _fold(dv, g).to(v.dtype).contiguous(),
+        _by_position(dq.to(q.dtype)),
+        _by_position(_fold(dk, g).to(k.dtype)),
+        _by_position(_fold(dv, g).to(v.dtype)),
     )
 
 
@@ -167,7 +185,7 @@ def _(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _empty(q, q.shape[-1]), _empty(k, k.shape[-1]), _empty(v, v.shape[-1])
 
 
 def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:

@@ -6,6 +6,8 @@ Passes, each of which changes the graph in place and keeps its values (to roundi
                       kernels skip half of the pairs. Hugging Face makes such a mask where it cannot skip it, as it
                       cannot under a trace.
 ``trivial_numbers``   ``x ** 1`` (from the backward of a square), ``x * 1``, ``x / 1``.
+``slices_joined``     gradients of two slices that make up the whole, each padded with zeros and then added (the
+                      backward of a rotary embedding), are put side by side.
 ``numbers_first``     an expanded value that is scaled is scaled before it is expanded (the backward of a mean).
 """
 
@@ -42,6 +44,7 @@ def simplify(graph: fx.Graph) -> None:
     causal_masks(graph)
     trivial_numbers(graph)
     numbers_first(graph)
+    slices_joined(graph)
     graph.eliminate_dead_code()
 
 
@@ -154,6 +157,43 @@ def numbers_first(graph: fx.Graph) -> None:
         wide.args = (scaled, *wide.args[1:])
         node.replace_all_uses_with(wide)
         graph.erase_node(node)
+
+
+# -- slices
+
+
+def slices_joined(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        parts = list(node.args)
+        if node.target != aten.add.Tensor or node.kwargs or not all(_is_slice_backward(part) for part in parts):
+            continue
+        parts.sort(key=lambda part: _slice_of(part)[2])
+        (dim, size, start, middle), (other_dim, _, also_middle, end) = (_slice_of(part) for part in parts)
+        whole_dim = dim == other_dim and (start, end) == (0, size) and middle == also_middle
+        if not whole_dim or not _alike(parts[0], parts[1]):
+            continue
+        with graph.inserting_before(node):
+            whole = graph.call_function(aten.cat.default, ([part.args[0] for part in parts], dim))
+        whole.meta = dict(node.meta)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
+def _is_slice_backward(node: Any) -> bool:
+    """Of a dim whose size is a number, without steps, and nobody else wants it."""
+    if not isinstance(node, fx.Node) or node.target != aten.slice_backward.default or len(node.users) != 1:
+        return False
+    _, sizes, dim, start, end, step = node.args
+    numbers: tuple[Any, ...] = (sizes[dim], dim, start, end)  # type: ignore[index]
+    return bool(step == 1) and all(isinstance(number, int) for number in numbers)
+
+
+def _slice_of(node: fx.Node) -> tuple[int, int, int, int]:
+    """(dim, its size, start, end) of what ``_is_slice_backward`` passed."""
+    _, sizes, dim, start, end, _ = node.args
+    size = sizes[dim]  # type: ignore[index]
+    first, last, _ = slice(start, end).indices(size)  # type: ignore[arg-type]
+    return dim % len(sizes), size, first, last  # type: ignore[operator,arg-type,return-value]
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:

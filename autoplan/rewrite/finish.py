@@ -1,4 +1,4 @@
-"""Pass 9: drop what nothing uses, and hand over the ``StageProgram``."""
+"""Pass 10: drop what nothing uses, and hand over the ``StageProgram``."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ redistribute  moves where placements differ
 localize      the calls on this rank's pieces
 zero          gathers of parameters, scatters of gradients, placed to overlap
 fuse          collective and matmul beside it become one ring
+reuse         results written over operands that nobody reads afterwards
 finish        the StageProgram
 """
 
@@ -27,6 +28,7 @@ from autoplan.rewrite.fuse import check_fused, fuse
 from autoplan.rewrite.localize import check_localized, localize
 from autoplan.rewrite.program import Coordinate, StageProgram
 from autoplan.rewrite.redistribute import check_redistributed, redistribute
+from autoplan.rewrite.reuse import check_reused, reuse
 from autoplan.rewrite.specialize import check_specialized, specialize
 from autoplan.rewrite.split import check_split, split
 from autoplan.rewrite.state import State
@@ -45,6 +47,7 @@ PASSES: tuple[tuple[Pass, Check], ...] = (
     (localize, check_localized),
     (zero, check_zero),
     (fuse, check_fused),
+    (reuse, check_reused),
 )
 
 

@@ -366,7 +366,8 @@ def times_us(jobs: Sequence[Job], device: Device, precision: str, degree: int) -
         made = _local_bytes(price.result_bytes, results, degree)
         moved = _local_bytes(price.operand_bytes, operands, degree) + made
         rate = price.precision if price.precision in device.precisions else precision
-        op = price.op if price.op in measured else ""
+        names = (price.op, price.op.removesuffix("_"))  # an op in place that was not measured is priced as the op
+        op = next((name for name in names if name in measured), "")
         groups.setdefault((price.kind, rate or precision, op), []).append((index, flops, moved, made))
     for (kind, rate, op), members in groups.items():
         where, flops_at, bytes_at, made_at = zip(*members, strict=True)

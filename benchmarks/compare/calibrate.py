@@ -20,7 +20,7 @@ from autoplan.errors import RankError
 from autoplan.runtime.measure import measure
 from autoplan.runtime.params import module_source
 from autoplan.search.planner import search
-from benchmarks.compare.cases import QUICK_MODEL
+from benchmarks.compare.cases import RESERVED_MODEL
 from benchmarks.compare.memory import live_storages
 from benchmarks.compare.reference import reference_us
 from benchmarks.compare.worker import Group
@@ -55,7 +55,7 @@ def reserved_bytes(bed: Testbed) -> int | None:
 
     Raises RankError where a rank fails.
     """
-    case, cluster = QUICK_MODEL, bed.spec.cluster
+    case, cluster = RESERVED_MODEL, bed.spec.cluster
     module, batch = case.build(), case.batch(0)
     graph = capture(module, batch, None, precision=torch.float32)
     document = search(graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name)

@@ -113,6 +113,16 @@ QUICK_MODEL = ModelCase(
     seq=64,
 )
 
+# Its graphs are about as long as those of ``MODELS``: what a process takes beside its tensors grows with them, 20 MB and
+# 3 MB for each thousand calls (four models from 562 to 2086 calls, three plans each, ± 2 MB).
+RESERVED_MODEL = ModelCase(
+    name="long-llama",
+    what="Llama's architecture, 6 layers of 128",
+    config=llama(layers=6, width=128, heads=4, kv_heads=2, inner=352, vocabulary=BYTES, seq=64),
+    rows=16,
+    seq=64,
+)
+
 
 def models(names: list[str] | None = None) -> tuple[ModelCase, ...]:
     """The named ones, all of ``MODELS`` by default. Raises UserError for a name that there is not."""

@@ -118,3 +118,42 @@ def test_numbers_that_do_nothing_go_and_small_tensors_are_scaled() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(gradients["scale"], model.scale.grad, rtol=1e-12, atol=1e-14)
+
+
+class Slices(nn.Module):
+    """Products with two slices of each embedding."""
+
+    def __init__(self, first: slice, second: slice) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(97, 8), first, second
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        return (x[..., self.second].sin().sum() + x[..., self.first].exp().sum()) / labels.numel()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "joined"),
+    [
+        (slice(0, 3), slice(3, None), True),
+        (slice(3, None), slice(0, 3), True),
+        (slice(0, -2), slice(-2, 8), True),
+        (slice(0, 4), slice(3, None), False),  # one overlaps the other
+        (slice(0, 3), slice(4, None), False),  # something is left out
+        (slice(0, None, 2), slice(1, None, 2), False),
+    ],
+    ids=["halves", "turned round", "negative", "overlap", "gap", "steps"],
+)
+def test_gradients_of_slices_that_make_up_the_whole_are_put_side_by_side(
+    first: slice, second: slice, joined: bool
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Slices(first, second).double(), tokens(3, LENGTH)
+    graph = capture(model, batch)
+    padded = [node for node in graph.fx.nodes if node.target == aten.slice_backward.default]
+    assert (not padded) == joined
+    loss, gradients = run(graph, model, batch)
+    expected = model(**batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients["embed.weight"], model.embed.weight.grad, rtol=1e-12, atol=1e-14)
