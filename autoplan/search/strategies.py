@@ -3,13 +3,14 @@
 Kinds, by what crosses the layer's boundary: ``replicated`` (every op whole on every rank), ``batch`` (rows sharded),
 ``tensor`` (whole), ``tensor+sequence`` (tokens sharded). How the ops inside are partitioned is not part of the kind:
 the inner program finds it. Each kind is solved at several rates of exchange between time and memory, from "memory is
-free" to "a layer's memory is worth its time"; a layer whose parameters another layer ties, for each placement of those
-too.
+free" to "a layer's memory is worth its time"; a layer that ties parameters to layers of other classes, for each
+placement of those too.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,7 @@ KINDS = ("replicated", "batch", "tensor", "tensor+sequence")
 # again for Llama-3-8B on 64 devices and was in no plan chosen.
 RATES = (0.0, 1.0)
 _AMONG_EQUALS = 1e-5
+MOST_TIED = 9  # placements of a layer's tied parameters together, as of two matrices: each is several programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +166,30 @@ class StrategyTables:
         return _row(layer, problem, sizes, assignment, cost, strategy, optimal=True)
 
     def _tied(self, layer: Layer, degree: int) -> Iterator[dict[str, Placement]]:
-        """Every placement of the parameters that other layers use too; one empty dict where there are none."""
-        others = [other for other in self.graph.layers if other.index != layer.index]
-        names = [name for name in layer.params if any(name in other.params for other in others)]
-        options = []
-        for name in names:
-            # Every layer that ties it must be able to hold it so.
+        """Every placement of the parameters that other classes use too; one empty dict where there are none.
+
+        Layers of one class that use a parameter alike agree by having the same strategy. Where so many are tied that
+        their placements would be more than ``MOST_TIED``, the largest are tried, and the small ones held whole.
+        """
+        options: dict[str, list[Placement]] = {}
+        for name in layer.params:
             users = [other for other in self.graph.layers if name in other.params]
+            if len({(user.class_id, user.params.index(name)) for user in users}) == 1:
+                continue
+            # Every layer that ties it must be able to hold it so.
             node = self.graph.node(self.graph.param(name).placeholder)
             shared = [set(self.refinement(user).placements(node, Sizes(batch=1), degree)) for user in users]
-            options.append(sorted(set.intersection(*shared)))
-        for placements in itertools.product(*options):
-            yield dict(zip(names, placements, strict=True))
+            options[name] = sorted(set.intersection(*shared))
+        count = 1
+        for name in sorted(options, key=lambda name: (-self._numel(name), name)):  # alike for all that tie them
+            if count * len(options[name]) > MOST_TIED:
+                options[name] = [R]
+            count *= len(options[name])
+        for placements in itertools.product(*options.values()):
+            yield dict(zip(options, placements, strict=True))
+
+    def _numel(self, name: str) -> int:
+        return math.prod(int(size) for size in self.graph.param(name).shape)
 
     def _variants(
         self,

@@ -113,8 +113,8 @@ QUICK_MODEL = ModelCase(
     seq=64,
 )
 
-# Its graphs are about as long as those of ``MODELS``: what a process takes beside its tensors grows with them, 20 MB and
-# 3 MB for each thousand calls (four models from 562 to 2086 calls, three plans each, ± 2 MB).
+# Its graphs are about as long as those of ``MODELS``: what a process takes beside its tensors grows with them, 20 MB
+# and 3 MB for each thousand calls (four models from 562 to 2086 calls, three plans each, ± 2 MB).
 RESERVED_MODEL = ModelCase(
     name="long-llama",
     what="Llama's architecture, 6 layers of 128",
