@@ -90,6 +90,12 @@ def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(value)
 
 
+def conditions(value: torch.SymInt) -> list[sympy.Basic]:
+    """What has been asked about the sizes of a trace and was so, each as a sympy condition."""
+    env = value.node.shape_env
+    return [] if env is None else [guard.expr for guard in env.guards]
+
+
 def size_hint(value: int | torch.SymInt) -> int:
     return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
 

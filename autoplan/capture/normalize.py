@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autoplan.capture import _torch_private as private
 from autoplan.capture.graph import BATCH, SEQ, TensorSpec
+from autoplan.capture.sizes import CanonicalSizes
 from autoplan.capture.trace import Trace
 from autoplan.errors import ModelError
 
@@ -41,8 +42,12 @@ def read_specs(graph: fx.Graph, trace: Trace) -> None:
         if size is not None and isinstance(known := private.size_expr(size), sympy.Symbol):
             names[known] = symbol
 
+    asked = [condition.xreplace(names) for condition in private.conditions(trace.batch)]
+    seq = 1 if trace.seq is None else private.size_hint(trace.seq)
+    canonical = CanonicalSizes(private.size_hint(trace.batch), seq, asked)
+
     def expr(value: int | torch.SymInt) -> sympy.Expr:
-        return private.size_expr(value).xreplace(names)
+        return canonical.of(private.size_expr(value).xreplace(names))
 
     def spec(value: Tensor) -> TensorSpec:
         shape = tuple(expr(d) for d in value.shape)
