@@ -18,7 +18,7 @@ from autoplan.errors import FingerprintError, PlanFileError
 SCHEMA_VERSION = 1
 
 Recompute = Literal["none", "full"]
-Schedule = Literal["1f1b", "gpipe"]
+Schedule = Literal["1f1b", "eager-1f1b", "gpipe"]
 PrecisionName = Literal["fp64", "fp32", "bf16"]
 
 

@@ -7,6 +7,10 @@ are held. *Bubble*: the fraction of stage time that is idle.
 
     gpipe  all forwards, then all backwards (Huang et al. 2019); M in flight
     1f1b   S - s - 1 forwards, then a forward and a backward in turn (Narayanan et al. 2021); S - s in flight
+
+    eager-1f1b   2 (S - s - 1) forwards, then as 1f1b (Zhuang et al. 2023); 2 (S - s) - 1 in flight. With 1f1b a
+                 micro-batch goes down the stages and back while S - s others are worked on, and each transfer on its
+                 way is waited for; one more in flight for each transfer hides it.
 """
 
 import re
@@ -17,7 +21,7 @@ from dataclasses import dataclass
 from autoplan.cost_models.errors import UserError
 from autoplan.cost_models.fields import nearest
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 Action = tuple[str, int]
 
 
@@ -33,7 +37,13 @@ def _check(schedule: str, stage: int, stages: int, micro_batches: int) -> None:
 def in_flight(stage: int, stages: int, micro_batches: int, schedule: str) -> int:
     """The most micro-batches whose activations ``stage`` holds at one time."""
     _check(schedule, stage, stages, micro_batches)
-    return micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
+    return min(micro_batches, _warm(schedule, stage, stages, micro_batches) + 1)
+
+
+def _warm(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
+    """Forwards before the first pair of a forward and a backward, where there are micro-batches enough."""
+    after = stages - stage - 1
+    return {"1f1b": after, "eager-1f1b": 2 * after, "gpipe": micro_batches}[schedule]
 
 
 def schedule_order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -41,9 +51,7 @@ def schedule_order(schedule: str, stage: int, stages: int, micro_batches: int) -
     _check(schedule, stage, stages, micro_batches)
     forwards = [("F", micro_batch) for micro_batch in range(micro_batches)]
     backwards = [("B", micro_batch) for micro_batch in range(micro_batches)]
-    if schedule == "gpipe":
-        return forwards + backwards
-    warm = min(micro_batches, stages - stage - 1)
+    warm = min(micro_batches, _warm(schedule, stage, stages, micro_batches))
     steady = [action for pair in zip(forwards[warm:], backwards, strict=False) for action in pair]
     return forwards[:warm] + steady + backwards[micro_batches - warm :]
 

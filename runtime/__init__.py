@@ -12,8 +12,8 @@ Terms
 
 Order of a step (``step.py``): cut the batch, weigh the losses, run the schedule, sum gradients, clip, update, publish
 the new values. One file for each: ``mesh``, ``params``, ``precision``, ``graphs``, ``executable`` (a rank's program as
-plain functions), ``schedule``, ``gradients``, ``clip``, ``optimizer``, ``step``, ``checkpoint``, ``launch``; ``pieces``
-and ``collectives`` hold what they share.
+plain functions), ``schedule``, ``passage``, ``gradients``, ``clip``, ``optimizer``, ``step``, ``checkpoint``,
+``launch``; ``pieces`` and ``collectives`` hold what they share.
 """
 
 import autoplan.kernels.ops  # noqa: F401 -- registers the fused operators that rewritten graphs call

@@ -1,6 +1,6 @@
 """One rank's training step, run on tensors without memory and groups without members, and written down.
 
-The whole step runs as it would: ``TrainStep``, torch's pipeline schedule, the optimizer, which has its state already,
+The whole step runs as it would: ``TrainStep``, the schedule, the optimizer, which has its state already,
 as in any step but the first. Needs no device and no other process, but no process group may be open: a dry run opens a
 default group of its own and closes it.
 """

@@ -16,6 +16,7 @@ from autoplan.rewrite.program import Coordinate
 
 AXES = ("pipe", "data", "tensor")
 STAGE = "stage"  # the group of all ranks of one pipeline stage: data and tensor axes together
+BACK = "back"  # the pipe axis again, for what goes towards its first stage (``passage``)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,7 @@ class Axes:
     device: torch.device
     mesh: DeviceMesh
     stage_mesh: DeviceMesh
-    groups: Mapping[str, dist.ProcessGroup]  # "pipe", "data", "tensor", "stage"
+    groups: Mapping[str, dist.ProcessGroup]  # "pipe", "data", "tensor", "stage", "back"
 
     @property
     def group_names(self) -> dict[str, str]:
@@ -47,7 +48,7 @@ class Axes:
         Every rank of the mesh calls it, and none leaves before all have come: a peer may still be reading.
         """
         dist.barrier()
-        for group in self.groups.values():
+        for group in dict.fromkeys(self.groups.values()):
             dist.destroy_process_group(group)
 
     @property
@@ -74,6 +75,7 @@ def build_axes(degrees: Degrees, device: torch.device, timeout_s: float) -> Axes
     coordinate = coordinate_of(dist.get_rank(), degrees)
     groups = {axis: _own_group(degrees, (axis,), timeout_s) for axis in AXES}
     groups[STAGE] = _own_group(degrees, ("data", "tensor"), timeout_s)
+    groups[BACK] = _own_group(degrees, ("pipe",), timeout_s) if degrees.pipe > 1 else groups["pipe"]
     ranks = torch.arange(world, dtype=torch.int).view(degrees.pipe, degrees.data, degrees.tensor)
     return Axes(
         degrees=degrees,

@@ -1,29 +1,20 @@
-"""Runs a stage program over the micro-batches: a loop on one stage, torch's pipeline schedules on several.
-
-torch's ``PipelineStage`` sends and receives; it drives an ``nn.Module`` by autograd. ``_StageModule`` is that module,
-with one autograd function in it that calls the program's forward and backward. Autograd holds no tensor of ours: what
-the backward needs hangs on the function's context and is let go as that backward starts.
-"""
+"""Runs a stage program over the micro-batches: a loop on one stage, 1F1B or GPipe on several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import zip_longest
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch import Tensor
 
+from autoplan.cost_models.pipeline import schedule_order
 from autoplan.errors import LegalityError
 from autoplan.plans import Plan
-from autoplan.rewrite.program import ValueSpec
 from autoplan.runtime.executable import Executable
 from autoplan.runtime.gradients import Gradients, storages
-from autoplan.runtime.mesh import Axes
+from autoplan.runtime.mesh import BACK, Axes
 from autoplan.runtime.params import ParamStore
-from autoplan.runtime.pieces import storage_of
-
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+from autoplan.runtime.passage import Passage
 
 
 class StageRunner:
@@ -88,89 +79,58 @@ class LoopSchedule:
         return losses
 
 
-class _StageFunction(torch.autograd.Function):
-    """The program's forward and backward as one autograd node."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: _StageModule, index: int, *activations: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved = module.runner.forward(index, activations)
-        ctx.module, ctx.index, ctx.saved = module, index, saved
-        # An output that shares memory with a receive buffer would be overwritten by the next receive into it.
-        received = storages(activations)
-        outputs = tuple((o.clone() if storage_of(o) in received else o).contiguous() for o in outputs)
-        ctx.mark_non_differentiable(*(o for o, spec in zip(outputs, module.outputs, strict=True) if not spec.grad))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        module, index, saved = ctx.module, ctx.index, ctx.saved
-        ctx.saved = ctx.module = None
-        if module.last:
-            given = [module.runner.tangent(index)]  # the schedule's own is 1: the loss is not scaled before
-        else:
-            given = [g for g, spec in zip(gradients, module.outputs, strict=True) if spec.grad]
-        found = iter(module.runner.backward(index, saved, given))
-        passed = [next(found) if spec.grad else None for spec in module.activations]
-        return (None, None, None, *(None if g is None else g.contiguous() for g in passed))
-
-
-class _StageModule(nn.Module):
-    """What ``PipelineStage`` calls with the activations it received. torch's schedules run forwards in the order of the
-    micro-batches, so a count tells which one it is."""
-
-    def __init__(self, program: Executable, runner: StageRunner, device: torch.device) -> None:
-        super().__init__()
-        self.runner = runner
-        self.activations, self.outputs = program.activations, program.outputs
-        self.last = program.stage == program.stages - 1
-        # The first stage receives nothing that requires grad, and autograd would skip its backward without this.
-        self.anchor = nn.Parameter(torch.zeros((), device=device))
-        self.begun = 0  # forwards of this step
-
-    def forward(self, *activations: Tensor) -> Tensor | tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _StageFunction.apply(  # type: ignore[no-untyped-call]
-            self.anchor, self, self.begun, *activations
-        )
-        self.begun += 1
-        return outputs[0] if self.last else outputs
-
-
 class PipelineSchedule:
-    """Several stages, by torch's 1F1B or GPipe schedule."""
+    """Several stages: the order of ``cost_models.pipeline``, and communication behind it.
+
+    What the next action needs is asked for before the present one begins, and nothing that is sent is waited for before
+    the next of its kind. torch's schedules wait for each send and receive where they stand, two transfers for each
+    micro-batch in which a stage computes nothing.
+    """
 
     def __init__(self, program: Executable, runner: StageRunner, plan: Plan, axes: Axes) -> None:
-        self._module = _StageModule(program, runner, axes.device)
-        stage = PipelineStage(
-            self._module,
-            program.stage,
-            program.stages,
-            axes.device,
-            # Both given, so that torch need not run the module to find the shapes.
-            input_args=tuple(_example(spec) for spec in program.activations),
-            output_args=tuple(_example(spec) for spec in program.outputs),
-            group=axes.groups["pipe"],
-        )
-        self._schedule = SCHEDULES[plan.schedule](
-            stage,
-            plan.micro_batches,
-            loss_fn=lambda output, _target: output,  # the program's output is the loss
-            scale_grads=False,  # the tangents carry the weights
-        )
+        self._program, self._runner = program, runner
+        stage, stages = program.stage, program.stages
+        self._order = schedule_order(plan.schedule, stage, stages, plan.micro_batches)
+        before, after = (stage - 1 if stage else None), (stage + 1 if stage + 1 < stages else None)
+        groups, device = axes.groups, axes.device
+        gradients = [spec for spec in program.outputs if spec.grad]
+        self._passages = {
+            "F": Passage(groups["pipe"], device, program.activations, source=before, target=after),
+            "B": Passage(groups[BACK], device, gradients, source=after, target=before),
+        }
 
     def run(self, micro_batches: int) -> list[Tensor]:
         """The losses at the last stage, nothing elsewhere."""
-        self._module.begun = 0
+        last = self._program.stage == self._program.stages - 1
+        saved: dict[int, list[Tensor]] = {}
         losses: list[Tensor] = []
-        # The schedule cuts its target into one element for each micro-batch and hands it to loss_fn, which ignores it.
-        target = torch.empty(micro_batches)
-        with torch.enable_grad():
-            self._schedule.step(target=target, losses=losses, return_outputs=False)
-        return [loss.detach() for loss in losses]
+        following = [kind for kind, _ in self._order[1:]]
+        self._passages[self._order[0][0]].expect()
+        for (kind, index), after in zip_longest(self._order, following):
+            arrived = self._passages[kind].receive()
+            if after is not None:
+                self._passages[after].expect()
+            if kind == "F":
+                leaving, saved[index] = self._runner.forward(index, arrived)
+                losses += leaving if last else ()
+            else:
+                leaving = self._backward(index, saved.pop(index), [self._runner.tangent(index)] if last else arrived)
+            del arrived
+            self._passages[kind].send(leaving)
+            del leaving
+        for passage in self._passages.values():
+            passage.finish()
+        return losses
+
+    def _backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of the activations that have one."""
+        found = self._runner.backward(index, saved, gradients)
+        names = [spec.name for spec in self._program.activations if spec.grad]
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is None:
+                raise LegalityError(f"the backward graph of stage {self._program.stage} gives no gradient for {name}")
+        return tuple(gradient for gradient in found if gradient is not None)
 
 
 def build_schedule(program: Executable, runner: StageRunner, plan: Plan, axes: Axes) -> LoopSchedule | PipelineSchedule:
     return LoopSchedule(runner) if program.stages == 1 else PipelineSchedule(program, runner, plan, axes)
-
-
-def _example(spec: ValueSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.grad)

@@ -22,6 +22,7 @@ class RecomputeOption(StrEnum):
 
 class ScheduleOption(StrEnum):
     one_f_one_b = "1f1b"
+    eager = "eager-1f1b"
     gpipe = "gpipe"
 
 

@@ -68,7 +68,7 @@ def bounds(
     model = _Model(chain, rows, setting, memory, cutoff_us)
     micro = model.stage_costs(_MICRO)
     sum_us = model.best(micro, np.add)
-    if setting.schedule == "1f1b":
+    if setting.schedule != "gpipe":
         bottlenecks_us: tuple[float, ...] = (model.best(micro, np.maximum),)
     else:
         bottlenecks_us = tuple(model.best(model.stage_costs(clock), np.maximum) for clock in (_FORWARD, _BACKWARD))

@@ -41,6 +41,9 @@ class Context:
         index = self._index
         return index[cost.strategy.key, zero, recompute]
 
+    def row_of(self, layer: LayerPlan) -> Row:
+        return self._index[layer.strategy, layer.zero, layer.recompute]
+
     def __post_init__(self) -> None:
         index = {(r.cost.strategy.key, r.zero, r.recompute): r for table in self.rows.values() for r in table}
         object.__setattr__(self, "_index", index)

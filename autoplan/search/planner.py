@@ -12,7 +12,7 @@ a bound on the whole space. Everything is deterministic while no time limit is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -327,15 +327,38 @@ class _Run:
         )
 
     def runners_up(self, chosen: Alternative) -> tuple[Alternative, ...]:
-        """The best of each mesh, micro-batch, ZeRO and recompute pattern, by time."""
+        """The best of each mesh, micro-batch, ZeRO and recompute pattern, by time; and pipelines among them eagerly."""
         best: dict[object, Alternative] = {}
-        for plan in sorted(self.pool, key=rank):
-            best.setdefault(_pattern(plan), plan)
+        for plan in (chosen, *sorted(self.pool, key=rank)):
+            if len(best) > self.top:
+                break
+            if _pattern(plan) not in best:
+                best[_pattern(plan)] = plan
+                best |= {_pattern(other): other for other in self._eager(plan)}
         best.pop(_pattern(chosen), None)
         return tuple(
             Alternative(plan=structs.replace(p.plan, name=f"runner-up {n}"), estimate=p.estimate)
             for n, p in enumerate(list(best.values())[: self.top], start=1)
         )
+
+    def _eager(self, alternative: Alternative) -> Iterator[Alternative]:
+        """The same plan with a micro-batch more in flight for each transfer, where that fits. Sums over layers see no
+        difference in time, so it is no candidate of the search; a replay sees one."""
+        plan = alternative.plan
+        stages, micro_batches = plan.degrees.pipe, plan.micro_batches
+        if self.contexts.pins.schedule is not None or plan.schedule != "1f1b" or min(stages, micro_batches - 1) < 2:
+            return
+        context = self.contexts.of(
+            Candidate(
+                degrees=plan.degrees,
+                micro_batch=plan.micro_batch,
+                micro_batches=micro_batches,
+                schedule="eager-1f1b",
+            )
+        )
+        found = context.priced([context.row_of(layer) for layer in plan.layers], plan.cuts, plan.name)
+        if found.estimate.fits:
+            yield found
 
 
 def _pattern(alternative: Alternative) -> object:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.capture.graph import Graph
+from autoplan.cost_models.pipeline import SCHEDULES
 from autoplan.errors import BatchError, DegreeError
 from autoplan.plans import Degrees, Recompute, Schedule
 
@@ -38,7 +39,7 @@ class Pins:
                 raise DegreeError(
                     f"Pins({name}={value!r}): give a whole number of at least 1, or None to leave it free"
                 )
-        for name, valid in (("zero", (0, 1, 2, 3)), ("recompute", ("none", "full")), ("schedule", ("1f1b", "gpipe"))):
+        for name, valid in (("zero", (0, 1, 2, 3)), ("recompute", ("none", "full")), ("schedule", SCHEDULES)):
             value = getattr(self, name)
             if value is not None and value not in valid:
                 raise DegreeError(f"Pins({name}={value!r}): use one of {', '.join(map(str, valid))}, or None")
@@ -183,11 +184,11 @@ def _micro_batches(degrees: Degrees, global_batch: int, pins: Pins, dropped: lis
             continue
         enough = micro_batches >= degrees.pipe
         schedule: Schedule = pins.schedule or ("1f1b" if enough else "gpipe")
-        if schedule == "1f1b" and not enough:
+        if schedule != "gpipe" and not enough:
             dropped.append(
                 Dropped(
                     what=f"{degrees}, micro-batch {micro_batch}",
-                    why=f"1f1b needs a micro-batch for each of {degrees.pipe} stages, there are {micro_batches}",
+                    why=f"{schedule} needs a micro-batch for each of {degrees.pipe} stages, there are {micro_batches}",
                 )
             )
             continue

@@ -229,7 +229,7 @@ class StageProgram:
     def _bound_stages(self, limits: Bounds) -> None:
         """Bottlenecks, the end of the step, memory; and the objective."""
         program, more = self.program, float(self.setting.micro_batches - 1)
-        together = self.setting.schedule == "1f1b"
+        together = self.setting.schedule != "gpipe"
         bottlenecks = [self._continuous(more, lower=least / self.unit_us) for least in limits.bottlenecks_us]
         end = self._continuous(1.0, lower=limits.end_us / self.unit_us)
         for terms in self.terms:

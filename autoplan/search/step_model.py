@@ -3,7 +3,7 @@
 With stage ``s`` taking τ_s for one micro-batch (its layers, its changes of placement, half of the sends over each of
 its two boundaries), ``M`` micro-batches, and E_s at the end of the step (gradient sums, optimizer, gathers):
 
-    1f1b    Σ τ_s + (M-1) max τ_s + max E_s
+    1f1b    Σ τ_s + (M-1) max τ_s + max E_s; of eager-1f1b too, which hides sends: that is left to the replay
     gpipe   the same with forward and backward apart: Σ τ_s + (M-1) (max F_s + max B_s) + max E_s
 
 Half a boundary's sends to each side: with ``S - s`` micro-batches in flight a stage waits for about one transfer each
@@ -165,7 +165,7 @@ def _estimate(stages: Sequence[_Stage], setting: Setting, proof: Proof) -> Estim
     micro_us = [stage.forward_us + stage.backward_us for stage in stages]
     slowest = max(range(len(stages)), key=lambda s: micro_us[s])
     last = max(stages, key=lambda stage: stage.end_us)
-    if setting.schedule == "1f1b":
+    if setting.schedule != "gpipe":
         period_us = micro_us[slowest]
     else:
         period_us = max(s.forward_us for s in stages) + max(s.backward_us for s in stages)

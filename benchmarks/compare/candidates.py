@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from autoplan.errors import DegreeError
-from autoplan.plans import Alternative, Plan, PlanDocument, Recompute
+from autoplan.plans import Alternative, Plan, PlanDocument, Recompute, Schedule
 from autoplan.search.context import Context
 from autoplan.search.fixed import choose, kinds_of
 from autoplan.search.layer_row import RECOMPUTE, Row, allowed_zero
@@ -104,7 +104,7 @@ def samples(
     pins = pins or Pins()
     contexts = problem.contexts(pins)
     by_mesh: dict[str, list[Candidate]] = {}
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in get_args(Schedule):
         for candidate in problem.space(replace(pins, schedule=schedule)).candidates:
             if schedule == "1f1b" or candidate.degrees.pipe > 1:  # without stages a schedule says nothing
                 by_mesh.setdefault(str(candidate.degrees), []).append(candidate)

@@ -67,7 +67,8 @@ def compare(
         runs: list[Run] = []
         for each in subjects:
             tell(f"{path.stem}: planning {each.case.name}")
-            runner = Runner(bed=bed, subject=each, steps=effort.steps)
+            usual_us = fmean(reference_us) if reference_us else 0.0
+            runner = Runner(bed=bed, subject=each, steps=effort.steps, reference_us=usual_us)
             model, found = _compare_model(runner, cluster, effort, reference_us, tell)
             models.append(model)
             runs += found

@@ -27,18 +27,19 @@ from benchmarks.peers.peer import Peer, Task, Variant
 from benchmarks.testbed import Testbed
 
 SET_UP_S = 180.0  # of a run's time, for rewriting and connecting, on a busy machine too
-STEPS = 20  # that a run may take the time of
+STEPS = 40  # that a run may take the time of: the losses of three, and three attempts at timing up to eight
 SLOW_PEER = 4.0  # times a good step: a peer is given time for that
 POOR = 1.6  # times a good step: such a setting of a peer is no rival, and need not be known to a few per cent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs plans and peers of one model on one testbed. ``steps``: the most that are timed."""
+    """Runs plans and peers of one model on one testbed. ``steps``: the most that are timed in one attempt."""
 
     bed: Testbed
     subject: Subject
     steps: int = 8
+    reference_us: float = 0.0  # what the fixed load took while the cluster was calibrated; 0: not known
 
     def plan(self, chosen: Chosen, prediction: Prediction) -> Run:
         width = chosen.plan.degrees.size // chosen.plan.degrees.pipe
@@ -116,6 +117,7 @@ class Runner:
             slow_s=slow_us / 1e6,
             limit_bytes=limit_bytes,
             timeout_s=timeout_s,
+            reference_us=self.reference_us,
         )
         reported: dict[int, Mapping[str, Any]] = {}
 

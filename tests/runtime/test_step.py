@@ -53,7 +53,7 @@ def data_and_tensor(rank: int, world: int) -> None:
 def pipeline(rank: int, world: int) -> None:
     degrees = Degrees(pipe=2, data=2)
     axes = axes_for(Case(degrees=degrees))
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in ("1f1b", "eager-1f1b", "gpipe"):
         for zero in (0, 1, 3):
             assert_like(Case(degrees=degrees, zero=zero, schedule=schedule, hidden=5, micro_batches=4), axes)
             assert_like(Case(degrees=degrees, zero=zero, schedule=schedule, hidden=5, micro_batches=4, tied=True), axes)
