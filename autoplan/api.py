@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoplan.capture import Graph, capture
+from autoplan.capture import Graph, capture, foldable
 from autoplan.capture.fold import unfold
 from autoplan.capture.trace import Batch, LossFn, batch_leaves, batch_rows, batch_seq
 from autoplan.cost_models.cluster import Cluster
@@ -74,7 +74,7 @@ def plan(
     cluster = _cluster(cluster)
     precision = precision or _own_precision(model)
     tell("capturing the model", 0, 1)
-    graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True)
+    graph = capture(model, batch, loss_fn, precision=DTYPES[precision], folded=True, finely=True)
     document = plan_graph(graph, cluster, batch, type(model).__name__, precision=precision, pins=pins, progress=tell)
     return _settled(graph, document, cluster, pins, progress=tell)
 
@@ -260,7 +260,7 @@ class CompiledStep:
             self._join()
         self._seen = _like(batch)
         # Traced whole: a fold is checked, but nothing that runs rests on it (capture.fold).
-        graph = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision])
+        graph = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision], finely=True)
         # Where there is no process group yet rank 0 plans before it makes one: a replay has groups of its own.
         early = self._own_plan(graph, batch) if alone and read_settings().rank == 0 else None
         if alone:
@@ -350,7 +350,10 @@ class CompiledStep:
 
     def _quickest(self, graph: Graph, batch: Batch) -> Graph:
         """The folded twin of a graph, which is planned faster, if it is a twin."""
-        folded = capture(self._model, batch, self._loss_fn, precision=DTYPES[self._precision], folded=True)
+        if not foldable(self._model):
+            return graph
+        precision = DTYPES[self._precision]
+        folded = capture(self._model, batch, self._loss_fn, precision=precision, folded=True, finely=True)
         return folded if folded.structure == graph.structure else graph
 
     def _ready(self) -> TrainStep:

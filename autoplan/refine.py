@@ -3,14 +3,15 @@
     document = refine(graph, document, cluster)
 
 The search is exact under sums over layers; a replay knows what those sums leave out (waits, order, what is alive when).
-So the search's pick, the hand plans and the runner-ups are replayed in this order until ``events`` are spent, and
-the fastest that fits becomes the pick. The proof is the search's bound, held to the plan that was chosen; a note says
+So the search's pick is replayed, then runner-ups and hand plans by turns, until ``events`` are spent, and the fastest
+that fits becomes the pick. The proof is the search's bound, held to the plan that was chosen; a note says
 what the replay changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from msgspec import structs
 
@@ -47,8 +48,12 @@ def refine(
     """
     searched = [Alternative(plan=document.plan, estimate=document.estimate), *document.runners_up]
     hand = [a for a in document.hand_plans if a.estimate.fits] if hand_plans else []
-    ranked = [searched[0], *hand, *searched[1:]]
-    afforded = _afforded(graph, [each for a in ranked for each in (a, *_with_rings(a))], events)
+    ranked = [searched[0], *_by_turns(searched[1:], sorted(hand, key=_standing))]
+    different: dict[Plan, Alternative] = {}
+    for alternative in ranked:
+        for each in (alternative, *_with_rings(alternative)):
+            different.setdefault(_unnamed(each.plan), each)
+    afforded = _afforded(graph, list(different.values()), events)
     if not afforded:
         return document
     seen: dict[Plan, Alternative] = {}
@@ -63,20 +68,25 @@ def refine(
             continue
         figures = Replayed(step_us=found.step_us, tensor_bytes=found.tensor_bytes, reserved_bytes=found.reserved_bytes)
         estimate = structs.replace(alternative.estimate, replayed=figures, fits=found.fits)
-        seen[alternative.plan] = structs.replace(alternative, estimate=estimate)
+        seen[_unnamed(alternative.plan)] = structs.replace(alternative, estimate=estimate)
     if not seen:
         return structs.replace(document, notes=(*document.notes, *refused))
-    searched = [seen.get(a.plan, a) for a in searched]
+
+    def replayed(alternative: Alternative) -> Alternative:
+        found = seen.get(_unnamed(alternative.plan), alternative).estimate
+        estimate = structs.replace(alternative.estimate, replayed=found.replayed, fits=found.fits)
+        return structs.replace(alternative, estimate=estimate)
+
+    searched = [replayed(a) for a in searched]
     searched += [a for a in seen.values() if a.plan.fused_matmul and a not in searched]
     fitting = [a for a in seen.values() if a.estimate.fits]
     best = min(fitting, key=lambda a: a.estimate.predicted_us) if fitting else searched[0]
-    chosen = structs.replace(best.plan, name="")
-    others = sorted((a for a in searched if structs.replace(a.plan, name="") != chosen), key=_standing)
+    others = sorted((a for a in searched if _unnamed(a.plan) != _unnamed(best.plan)), key=_standing)
     settled = structs.replace(
         document,
         plan=structs.replace(best.plan, name=document.plan.name),
         estimate=structs.replace(best.estimate, proof=_proof(document.estimate.proof, best.estimate)),
-        hand_plans=tuple(seen.get(a.plan, a) for a in document.hand_plans),
+        hand_plans=tuple(map(replayed, document.hand_plans)),
         runners_up=tuple(
             structs.replace(a, plan=structs.replace(a.plan, name=f"runner-up {n}")) for n, a in enumerate(others, 1)
         ),
@@ -102,6 +112,15 @@ def _with_rings(alternative: Alternative) -> Iterator[Alternative]:
         yield structs.replace(alternative, plan=structs.replace(plan, fused_matmul=True))
 
 
+def _by_turns(first: Sequence[Alternative], second: Sequence[Alternative]) -> Iterator[Alternative]:
+    for pair in zip_longest(first, second):
+        yield from (alternative for alternative in pair if alternative is not None)
+
+
+def _unnamed(plan: Plan) -> Plan:
+    return structs.replace(plan, name="")
+
+
 def _standing(alternative: Alternative) -> tuple[bool, bool, float]:
     """Those that fit first, of those the replayed, by time."""
     estimate = alternative.estimate
@@ -117,7 +136,7 @@ def _said(pick: Alternative, best: Alternative, count: int) -> str:
     said = f"Replayed in simulated time it takes {figures}."
     if count > 1:
         said += f" {count} plans were replayed; this is the fastest of them that fits."
-    if best is pick:
+    if _unnamed(best.plan) == _unnamed(pick.plan):
         return said
     if pick.estimate.replayed is None:
         return f"{said} The search's own pick was not among them."

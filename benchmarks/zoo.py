@@ -125,7 +125,7 @@ def examine(architecture: Architecture, seed: int) -> Finding:
 def _examine(architecture: Architecture, seed: int, found: Finding) -> None:
     module, batch = in_float64(architecture)
     found.parameters = sum(param.numel() for param in module.parameters())
-    graph = capture(module, batch, architecture.loss_fn, promote=True)
+    graph = capture(module, batch, architecture.loss_fn, promote=True, finely=True)
     found.layers, found.classes = len(graph.layers), len(set(graph.depth))
     seq = batch_seq(batch) or 1
     found.share = sharded_share(graph, Sizes(batch=ROWS, seq=seq))

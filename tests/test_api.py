@@ -242,7 +242,7 @@ TOP, SAMPLE = 20, 5
 def prepare_demo() -> tuple[Graph, nn.Module, Training]:
     """The demo's model in float64: what its ranks would capture, and what one process does."""
     batches = list(demo.batches(DEMO))
-    graph = in_float64(capture(demo.build(DEMO.seed), batches[0], precision=torch.float32))
+    graph = in_float64(capture(demo.build(DEMO.seed), batches[0], precision=torch.float32, finely=True))
     model = demo.build(DEMO.seed).double()
     return graph, model, train(deepcopy(model), batches, optimizer=demo.adamw, clip_norm=demo.CLIP_NORM)
 

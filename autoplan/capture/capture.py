@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -28,6 +28,7 @@ def capture(
     precision: torch.dtype | None = None,
     promote: bool = False,
     folded: bool = False,
+    finely: bool = False,
 ) -> Graph:
     """One joint forward+backward graph of ``model`` on ``batch``, whose batch and sequence sizes stay symbols.
 
@@ -37,22 +38,33 @@ def capture(
     precision: dtype to which floating parameters are cast in the graph. promote: see ``trace``.
     folded: trace three of each long run of equal blocks and count the rest; ``unfold`` restores them. The result then
         costs the same for 8 layers and for 800. A model whose blocks turn out not to be equal is traced whole.
+    finely: cut each block in two layers where a model has few (``layers.FEW``), so that stages can be balanced. Such a
+        model is not folded.
 
     Raises ModelError.
     """
-    if folded:
-        runs = fold.equal_runs(model)
-        if runs:
-            with fold.shortened(model, runs):
-                graph = build(trace(model, batch, loss_fn, precision=precision, promote=promote))
-            counted = fold.count(graph, runs, model)
-            if counted is not None:
-                return counted
-    return build(trace(model, batch, loss_fn, precision=precision, promote=promote))
+    runs = fold.equal_runs(model) if folded or finely else []
+    finely = finely and not _deep(runs)
+    if folded and runs and not finely:
+        with fold.shortened(model, runs):
+            graph = build(trace(model, batch, loss_fn, precision=precision, promote=promote))
+        counted = fold.count(graph, runs, model)
+        if counted is not None:
+            return counted
+    return build(trace(model, batch, loss_fn, precision=precision, promote=promote), finely)
 
 
-def build(traced: Trace) -> Graph:
-    """The clean, layered Graph of a raw trace."""
+def foldable(model: nn.Module) -> bool:
+    """Whether a model has so many blocks that, captured ``finely``, it is folded where that is asked for."""
+    return _deep(fold.equal_runs(model))
+
+
+def _deep(runs: Sequence[fold.Run]) -> bool:
+    return any(run.count > layering.FEW for run in runs)
+
+
+def build(traced: Trace, finely: bool = False) -> Graph:
+    """The clean, layered Graph of a raw trace. ``finely``: as for ``capture``."""
     graph = traced.module.graph
     _lift_constants(graph, traced.module)
     clean.read_specs(graph, traced)
@@ -91,7 +103,7 @@ def build(traced: Trace) -> Graph:
         for node, (name, p), grad in zip(param_nodes, traced.params, grads, strict=True)
     )
     info = {p.placeholder: (p.shape, p.dtype, p.trainable) for p in params}
-    count = layering.assign_layers(graph, {n: info[n.name] for n in param_nodes})
+    count = layering.assign_layers(graph, {n: info[n.name] for n in param_nodes}, finely)
     gradients = {p.name: _terms(g) for p, g in zip(params, grads, strict=True) if p.trainable}
     _drop_sums(graph, output, loss, gradients, tuple(updated.values()))
     split = loss_split(loss)

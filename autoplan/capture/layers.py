@@ -5,7 +5,8 @@
    a decoder carries its encoder's output along, a U-Net the values of all its skip connections.
 2. The pieces between cuts are hashed. The longest periodic run of equal pieces is the model's body, each period one
    layer; what is left of and right of it is searched in the same way. What never repeats is one layer, or several
-   where it is large.
+   where it is large. Where periods are few (``finely``), each is two layers if one value crosses about its middle, as
+   between attention and MLP of a transformer: six blocks on four stages are 2, 2, 1, 1, twelve halves 3, 3, 3, 3.
 3. A backward node belongs to the layer of the forward node whose sequence number it carries; a sum of gradients has
    none and belongs to the last of its terms.
 4. Each gradient that leaves a layer stands beside a value that entered it. Where there are more gradients than values,
@@ -27,6 +28,8 @@ from autoplan.capture.graph import Layer
 LARGE = 96  # forward nodes: about two blocks of a transformer
 CHUNK = 48  # about how many nodes the parts of a large stretch have
 MOST_CROSSING = 8  # values at a cut
+FEW = 16  # blocks: stages of more of them differ little without cutting any in two
+LEAST_HALF = 0.2  # of a block's nodes
 
 
 def crossings(nodes: Sequence[fx.Node]) -> list[int | None]:
@@ -142,9 +145,11 @@ def periodic_runs(keys: Sequence[str], weights: Sequence[int], owns: Sequence[bo
     return cover(0, len(keys))
 
 
-def group_forward(flow: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
-    """Forward nodes in layers. ``flow``: forward nodes that depend on a parameter and on an input, in order."""
+def group_forward(flow: Sequence[fx.Node], params: Mapping[fx.Node, Any], finely: bool) -> list[list[fx.Node]]:
+    """Forward nodes in layers. ``flow``: forward nodes that depend on a parameter and on an input, in order.
+    ``finely``: cut each of a few equal blocks in two."""
     pieces = pieces_of(flow)
+    crossing = dict(zip(flow, crossings(flow), strict=True))
     uses = [_uses_params(piece, params) for piece in pieces]
     flows = set(flow)
     keys = []
@@ -158,8 +163,29 @@ def group_forward(flow: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> lis
     for start, period, count in periodic_runs(keys, [len(p) for p in pieces], uses):
         for i in range(count):
             chunk = pieces[start + i * period : start + (i + 1) * period]
-            layers += [[n for piece in chunk for n in piece]] if count > 1 else _chunks(chunk)
+            if count == 1:
+                layers += _chunks(chunk)
+                continue
+            middle = _middle(chunk, crossing, params) if finely and count <= FEW else 0
+            parts = (chunk[:middle], chunk[middle:]) if middle else (chunk,)
+            layers += [[n for piece in part for n in piece] for part in parts]
     return layers
+
+
+def _middle(
+    pieces: Sequence[Sequence[fx.Node]], crossing: Mapping[fx.Node, int | None], params: Mapping[fx.Node, Any]
+) -> int:
+    """How many of a block's pieces make up its first half: where one value crosses, both sides use parameters and have
+    numbers of nodes that differ least; 0 where there is no such place."""
+    total = sum(map(len, pieces))
+    best, least = 0, LEAST_HALF * total
+    for count in range(1, len(pieces)):
+        sides = (pieces[:count], pieces[count:])
+        smaller = min(sum(map(len, side)) for side in sides)
+        owned = all(any(_uses_params(piece, params) for piece in side) for side in sides)
+        if crossing[pieces[count - 1][-1]] == 1 and owned and smaller >= least:
+            best, least = count, smaller
+    return best
 
 
 def _chunks(pieces: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
@@ -179,10 +205,10 @@ def _uses_params(piece: Sequence[fx.Node], params: Mapping[fx.Node, Any]) -> boo
     return any(a in params for n in piece for a in n.all_input_nodes)
 
 
-def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any]) -> int:
+def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any], finely: bool = False) -> int:
     """Set ``meta["layer"]`` on every node (None for side nodes); returns the number of layers.
 
-    ``params``: placeholder -> (shape, dtype, trainable).
+    ``params``: placeholder -> (shape, dtype, trainable). ``finely``: as in ``group_forward``.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "forward"]
     for node in graph.nodes:
@@ -192,7 +218,7 @@ def assign_layers(graph: fx.Graph, params: Mapping[fx.Node, Any]) -> int:
     for node in weight_only:  # t(weight) reads as the weight's own shape
         effective[node] = ("derived", tuple(node.meta["specs"][0].shape), str(node.target))
     flow = [n for n in forward if not n.meta["side"] and n not in weight_only]
-    layers = group_forward(flow, effective)
+    layers = group_forward(flow, effective, finely)
     while True:
         for index, nodes in enumerate(layers):
             for node in nodes:

@@ -29,7 +29,8 @@ def price_fixed(
     """
     seq = spec.seq(seq)
     tell("capturing the model")
-    graph = capture(spec.meta_model(), spec.batch(global_batch, seq), precision=api.DTYPES[precision], folded=True)
+    batch, dtype = spec.batch(global_batch, seq), api.DTYPES[precision]
+    graph = capture(spec.meta_model(), batch, precision=dtype, folded=True, finely=True)
     problem = problem_of(graph, cluster, global_batch=global_batch, seq=seq, precision=precision, model_name=spec.name)
     (candidate,) = problem.space(pins).candidates
     tell("pricing")

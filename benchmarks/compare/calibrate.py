@@ -57,7 +57,7 @@ def reserved_bytes(bed: Testbed) -> int | None:
     """
     case, cluster = RESERVED_MODEL, bed.spec.cluster
     module, batch = case.build(), case.batch(0)
-    graph = capture(module, batch, None, precision=torch.float32)
+    graph = capture(module, batch, None, precision=torch.float32, finely=True)
     document = search(graph, cluster, global_batch=case.rows, seq=case.seq, precision="fp32", model_name=case.name)
     ranks = range(document.plan.degrees.size)
     ready = [prepare_rank(graph, document.plan, rank, torch.device("cpu")) for rank in ranks]

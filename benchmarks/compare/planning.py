@@ -15,7 +15,7 @@ from benchmarks.compare.predict import Predictor
 from benchmarks.compare.results import Prediction
 from benchmarks.compare.subjects import Subject
 
-EVENTS = 50_000  # of replays: ten to twenty seconds, since a comparison is to show the best that planning can do
+EVENTS = 100_000  # of replays: half a minute, since a comparison is to show the best that planning can do
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def subject(case: ModelCase) -> Subject:
     """Build and capture; the losses of one process come from a forked one."""
     module = case.build()
     batches = tuple(case.batch(step) for step in range(BATCHES))
-    graph = capture(module, batches[0], None, precision=torch.float32)
+    graph = capture(module, batches[0], None, precision=torch.float32, finely=True)
     alone = TestbedSpec(cluster=Cluster.local(devices=1))
     with Testbed(alone, shaped=False) as bed:
         (outcome,) = bed.fork(train_alone, (module, batches[:CHECKED], case.learning_rate), timeout_s=ALONE_S)

@@ -104,7 +104,7 @@ def test_the_sample_reaches_all_kinds_of_decisions() -> None:
     assert {(p.degrees.pipe, p.degrees.data, p.degrees.tensor) for p in plans} == {
         (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2),
     }  # fmt: skip
-    assert {p.schedule for p in plans if p.degrees.pipe > 1} == {"1f1b", "gpipe"}
+    assert {p.schedule for p in plans if p.degrees.pipe > 1} == {"1f1b", "eager-1f1b", "gpipe"}
     layers = [layer for plan in plans for layer in plan.layers]
     assert {layer.zero for layer in layers} == {0, 1, 2, 3}
     assert {layer.recompute for layer in layers} == {"none", "full"}

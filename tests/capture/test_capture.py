@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from autoplan.capture import Graph, Sizes, capture, unfold
+from autoplan.capture import Graph, Sizes, capture, foldable, unfold
+from autoplan.capture.layers import FEW
 from autoplan.capture.trace import Promote
 from autoplan.errors import ModelError
 from autoplan.sharding.rows import row_mixing
@@ -182,6 +183,56 @@ def test_layers_are_one_class_and_carry_their_gradients() -> None:
     assert len(graph.gradients["transformer.wte.weight"]) == 2
     assert epilogue.outputs == (graph.loss,)
     assert epilogue.grads_in == (graph.tangent,)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_few_blocks_are_cut_in_two(make: Any) -> None:
+    model = make(3)
+    graph = capture(model, tokens(4, 16), promote=True, folded=True, finely=True)
+    assert_same(graph, model, tokens(3, 9))
+    attention, mlp = graph.depth[1:3]
+    assert graph.depth[1:-1] == (attention, mlp) * 3
+    assert len(set(graph.depth)) == 4
+    blocks = [layer for layer in graph.layers if layer.class_id in (attention, mlp)]
+    assert all(len(layer.inputs) == len(layer.outputs) == 1 for layer in blocks)
+    held = [{name for name in layer.params if "mlp" in name} for layer in blocks]
+    assert [bool(names) for names in held] == [False, True] * 3
+    assert set(blocks[1].params) >= held[1]
+    assert not foldable(model)
+
+
+def test_many_blocks_stay_whole_and_fold() -> None:
+    """Whichever way a model is captured its plans must fit it."""
+    model = gpt2(FEW + 1)
+    folded, whole = (capture(model, tokens(4, 16), folded=f, finely=True) for f in (True, False))
+    assert foldable(model)
+    assert folded.folded
+    assert folded.structure == whole.structure
+    assert len(folded.depth) == FEW + 3
+    few = gpt2(6)
+    assert (
+        capture(few, tokens(4, 16), folded=True, finely=True).structure
+        == capture(few, tokens(4, 16), finely=True).structure
+    )
+
+
+class Crossed(nn.Module):
+    """Blocks with no place where one value crosses: each has two streams all along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.square()
+        for block in self.blocks:
+            x, y = torch.tanh(block(y)) + x, torch.tanh(block(x)) * y
+        return (x * y).mean()
+
+
+def test_a_block_that_cannot_be_cut_in_two_is_left_whole() -> None:
+    batch = {"x": torch.randn(4, 8, dtype=torch.float64)}
+    assert capture(Crossed(), batch, finely=True).structure == capture(Crossed(), batch).structure
 
 
 def test_capturing_on_the_meta_device_allocates_nothing() -> None:
