@@ -8,23 +8,20 @@ At each level of FLOPs, for a layer of ``n`` features:
     mm      (8n, n)ᵀ (8n, n)      the gradient of a weight
     mm      (n/2, 2n)ᵀ (n/2, 2n)  the same from few rows: the most result for its FLOPs
     bmm     16 heads of (s, 64) (64, s)
-
-Calls take turns on several sets of operands, more than caches hold: in a step every layer has weights of its own, and
-what a backward reads was made long before. On operands that stay in a cache, products of 128 rows were measured a fifth
-faster than they run in a step.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import autoplan.rewrite.program  # noqa: F401  # registers autoplan::attention, which its graphs hold
-from autoplan.runtime.measure_bench import Bench, repeated
+from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
 
 aten = torch.ops.aten
 
@@ -33,8 +30,6 @@ CPU_LEVELS = (1e5, 1e6, 1e7, 1e8, 1e9, 4e9)
 ACCELERATOR_LEVELS = (1e7, 1e8, 1e9, 1e10, 1e11, 1e12)
 HEADS, HEAD_DIM = 16, 64
 ATTENTION_HEADS = 8
-COLD_BYTES = {"cpu": 16 << 20, "accelerator": 256 << 20}  # of operands that take turns: above a core's caches, a chip's
-MOST_SETS = 64
 Make = Callable[..., Tensor]  # shape -> random tensor
 
 
@@ -105,11 +100,10 @@ def measure_matmuls(bench: Bench, precisions: Sequence[str], seconds: float) -> 
 def _in_turns(
     shape: Callable[[Make, float], tuple[Any, tuple[Tensor, ...]]], make: Make, flops: float, device: torch.device
 ) -> Callable[[], object]:
-    """One call for each time, each on the next of as many sets of operands as caches don't hold."""
+    """One call for each time."""
     call, args = shape(make, flops)
-    cold_bytes = COLD_BYTES["cpu" if device.type == "cpu" else "accelerator"]
-    sets = max(1, min(MOST_SETS, cold_bytes // sum(t.nbytes for t in args)))
-    return repeated(call, args, {}, 1, [shape(make, flops)[1] for _ in range(sets - 1)])
+    sets = cold_sets(device, sum(t.nbytes for t in args))
+    return repeated(call, [args, *(shape(make, flops)[1] for _ in range(sets - 1))], {}, 1)
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
@@ -126,18 +120,19 @@ def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds:
     backward = torch.ops.autoplan.attention_backward.default
     for length, head_dim, causal in itertools.product(lengths, head_dims, (True, False)):
         shape, scale = (rows, length, ATTENTION_HEADS, head_dim), head_dim**-0.5
-        q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype).transpose(1, 2) for _ in range(4))
         seen = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
         mask = None if causal else seen[None, None]
-        out, lse = forward(q, k, v, mask, causal, scale)
+        forwards, backwards = [], []
+        for _ in range(cold_sets(bench.device, 5 * prod(shape) * dtype.itemsize)):
+            q, k, v, grad = (torch.randn(shape, device=bench.device).to(dtype).transpose(1, 2) for _ in range(4))
+            out, lse = forward(q, k, v, mask, causal, scale)
+            forwards.append((q, k, v, mask, causal, scale))
+            backwards.append((grad, q, k, v, out, lse, mask, causal, scale))
         pairs = length * (length + 1) // 2 if causal else length**2  # of a query and a key that are multiplied
         multiply_adds = rows * ATTENTION_HEADS * pairs * head_dim
-        for call, args, products in (
-            (forward, (q, k, v, mask, causal, scale), 2),
-            (backward, (grad, q, k, v, out, lse, mask, causal, scale), 5),
-        ):
-            run = repeated(call, args, {}, 1)
-            tensors = [t for t in (*args, *call(*args)) if isinstance(t, Tensor)]
+        for call, sets, products in ((forward, forwards, 2), (backward, backwards, 5)):
+            run = repeated(call, sets, {}, 1)
+            tensors = [t for t in (*sets[0], *call(*sets[0])) if isinstance(t, Tensor)]
             name = "::".join(str(call).split(".")[:2]) + ("_causal" if causal else "")
             bench.add(
                 record="op", op=name, kind="matmul", precision=precision, flops=2 * products * multiply_adds,

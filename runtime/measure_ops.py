@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoplan.runtime.measure_bench import Bench, repeated
+from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
 
 aten = torch.ops.aten
 
@@ -24,9 +24,10 @@ CPU_SIZES = ((2, 64), (64, 256), (512, 256), (1024, 1024), (4096, 1024))
 ACCELERATOR_SIZES = ((2, 64), (512, 1024), (4096, 2048), (8192, 8192))
 COPY_BYTES = (10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
 MORE_COPY_BYTES = (256_000_000, 1_000_000_000)  # on accelerators, whose bandwidth takes that much to fill
-KEPT_BYTES = 4_000_000  # of results that one graph of repeated calls makes, about
-MOST_CALLS = 16
+KEPT_BYTES = 16_000_000  # of results that one graph of repeated calls makes, about: they come in pages not just freed
+MOST_CALLS = 64
 LAUNCH_CALLS = 64
+TYPICAL_OPERANDS = 2  # of a call, as large as an activation
 
 
 class Tensors:
@@ -194,18 +195,23 @@ _PUTS = {"slice_backward", "select_backward", "index_put"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One call. ``op`` is the name without overload."""
+    """One call. ``op`` is the name without overload; ``sets``: arguments that calls take in turns, one at least."""
 
     op: str
     call: Any
-    args: tuple[Any, ...]
+    sets: tuple[tuple[Any, ...], ...]
     kwargs: dict[str, Any]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.sets[0]
 
 
 def cases(sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Every op at every size, one size after another, so that only one set of operands is held."""
+    """Every op at every size, one size after another, so that only operands of one size are held."""
     for rows, width in sizes:
-        tensors = Tensors(rows, width, dtype, device)
+        count = cold_sets(device, TYPICAL_OPERANDS * rows * width * dtype.itemsize)
+        tensors = tuple(Tensors(rows, width, dtype, device) for _ in range(count))
         seen: set[str] = set()
         for name, arguments in OPS:
             made = case(name, arguments, tensors)
@@ -214,12 +220,12 @@ def cases(sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.de
             seen.add(made.op)
 
 
-def case(name: str, arguments: Arguments, tensors: Tensors) -> Case:
+def case(name: str, arguments: Arguments, tensors: Sequence[Tensors]) -> Case:
     op, _, overload = name.partition(".")
-    args, kwargs = tuple(arguments(tensors)), {}
+    sets, kwargs = tuple(tuple(arguments(each)) for each in tensors), {}
     if op in _CONTIGUOUS:
-        args, kwargs = args[:1], {"memory_format": args[1]}
-    return Case(op=op, call=getattr(getattr(aten, op), overload or "default"), args=args, kwargs=kwargs)
+        sets, kwargs = tuple(args[:1] for args in sets), {"memory_format": sets[0][1]}
+    return Case(op=op, call=getattr(getattr(aten, op), overload or "default"), sets=sets, kwargs=kwargs)
 
 
 def moved_bytes(op: str, args: Sequence[Any], results: Any) -> int:
@@ -255,10 +261,10 @@ def measure_launch(bench: Bench, seconds: float) -> None:
     """What a call costs that has nothing to do; on a CPU, which waits for its own calls, also one that makes a view."""
     bench.phase("launches", 2, seconds)
     tiny = torch.zeros(1, device=bench.device)
-    run = repeated(aten.add.Tensor, (tiny, tiny), {}, LAUNCH_CALLS)
+    run = repeated(aten.add.Tensor, [(tiny, tiny)], {}, LAUNCH_CALLS)
     bench.add(record="constant", name="kernel_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
     if bench.device.type == "cpu":
-        run = repeated(aten.view.default, (torch.zeros(4, 4), [16]), {}, LAUNCH_CALLS)
+        run = repeated(aten.view.default, [(torch.zeros(4, 4), [16])], {}, LAUNCH_CALLS)
         bench.add(record="constant", name="view_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
 
 
@@ -281,7 +287,7 @@ def time_op(bench: Bench, case: Case, precision: str) -> None:
     made = sum(_bytes(tensor) for tensor in _tensors(result))
     del result
     calls = max(1, min(MOST_CALLS, KEPT_BYTES // max(made, 1)))
-    time_us = bench.time_us(repeated(case.call, case.args, case.kwargs, calls)) / calls
+    time_us = bench.time_us(repeated(case.call, case.sets, case.kwargs, calls)) / calls
     bench.add(
         record="op", op=case.op, kind="memory", precision=precision, flops=0, bytes_moved=moved, launches=1,
         value=time_us,
@@ -289,13 +295,15 @@ def time_op(bench: Bench, case: Case, precision: str) -> None:
 
 
 def measure_copies(bench: Bench, seconds: float) -> None:
-    """The memory table, for ops that are not in ``OPS``: plain sums of two tensors, from cache to memory."""
+    """The memory table, for ops that are not in ``OPS``: plain sums of two tensors."""
     sizes = COPY_BYTES if bench.device.type == "cpu" else COPY_BYTES + MORE_COPY_BYTES
     bench.phase("memory", len(sizes), seconds)
     for size in sizes:
-        left, right = (torch.ones(size // 12, device=bench.device) for _ in range(2))
-        case = Case(op="", call=aten.add.Tensor, args=(left, right), kwargs={})
-        time_op(bench, case, "fp32")
+        sets = tuple(
+            tuple(torch.ones(size // 12, device=bench.device) for _ in range(2))
+            for _ in range(cold_sets(bench.device, size * 2 // 3))
+        )
+        time_op(bench, Case(op="", call=aten.add.Tensor, sets=sets, kwargs={}), "fp32")
 
 
 def measure_adamw(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:

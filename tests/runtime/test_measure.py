@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autoplan.cost_models.calibration_records import CollectiveTime, Constant, O
 from autoplan.cost_models.cluster import Cluster
 from autoplan.runtime import measure as measuring
 from autoplan.runtime import measure_links, measure_matmul, measure_ops
-from autoplan.runtime.measure_bench import Bench, repeated
+from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
 from autoplan.runtime.measure_links import KINDS, collective, shapes
 
 CPU = torch.device("cpu")
@@ -111,19 +112,33 @@ def test_the_calls_that_are_timed(run_ranks: Callable[..., None]) -> None:
     run_ranks(moves, 2)
 
 
-def test_repeated_calls_are_as_many_and_keep_no_result() -> None:
-    calls: list[int] = []
+def test_repeated_calls_take_turns_on_their_operands_and_keep_results_until_the_last() -> None:
+    calls: list[tuple[float, int]] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
 
     def doubled(left: torch.Tensor, others: list[torch.Tensor], by: int) -> torch.Tensor:
-        calls.append(by)
-        return left + others[0]
+        assert all(result() is not None for result in alive)
+        calls.append((float(left[0]), by))
+        result = left + others[0]
+        alive.append(weakref.ref(result))
+        return result
 
-    one = torch.ones(2)
-    run = repeated(doubled, (one, [one]), {"by": 3}, 5)
+    sets = [(torch.full((2,), float(place)), [torch.ones(2)]) for place in range(2)]
+    run = repeated(doubled, sets, {"by": 3}, 3)
     run()
-    assert calls == [3] * 5
+    assert calls == [(0.0, 3), (1.0, 3), (0.0, 3)]
+    assert all(result() is None for result in alive)
+    alive.clear()
     run()
-    assert len(calls) == 10
+    assert calls[3:] == [(1.0, 3), (0.0, 3), (1.0, 3)]
+
+
+def test_operands_that_take_turns_are_more_than_a_core_caches() -> None:
+    cpu = torch.device("cpu")
+    assert cold_sets(cpu, 1 << 20) == 16
+    assert cold_sets(cpu, 3 << 20) == 6
+    assert cold_sets(cpu, 1 << 30) == 1
+    assert cold_sets(cpu, 4) == 64
 
 
 class _Clock:

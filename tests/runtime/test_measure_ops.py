@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def run(each: Case) -> Any:
 
 @pytest.mark.parametrize("place", range(len(OPS)), ids=lambda place: f"{OPS[place][0]}-{place}")
 def test_every_op_runs_and_moves_the_bytes_that_planning_counts(place: int) -> None:
-    each = case(*OPS[place], Tensors(8, 128, torch.float32, CPU))
+    each = case(*OPS[place], (Tensors(8, 128, torch.float32, CPU),))
     result = run(each)
     price, name = counted(each.call, each.args, each.kwargs, result)
     assert name == each.op
@@ -88,7 +89,8 @@ def test_rows_of_products_and_attention_say_what_planning_counts(monkeypatch: py
     seen: list[tuple[NodeCount, str]] = []
     from autoplan.runtime import measure_matmul
 
-    def noted(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], times: int, others: Any = ()) -> Any:
+    def noted(call: Any, sets: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], times: int) -> Any:
+        args = sets[0]
         seen.append(counted(call, args, kwargs, call(*args, **kwargs)))
         return lambda: None
 
