@@ -1,11 +1,12 @@
 """From measurements to constants: ``fit(cluster, records)`` gives the cluster with what was measured in it.
 
-    kernel_launch_us                 as measured; that of a view, where it was measured, is op_launch.view
+    kernel_launch_us                 as measured, and what a call costs more among others (mixed_launch_us); that of a
+                                     view, where it was measured, is op_launch.view
     matmul_efficiency, by precision  mean time for each FLOP of the shapes near one size; peaks rise to what was reached
     matmul_write, by precision       what a byte of the result costs beside that, so that the shapes agree best
     memory_efficiency                likewise, of sums of two tensors
     op_rates, op_gflops, op_launch   launch: where the line through an op's smallest sizes begins; rates: what is left,
-                                     by size
+                                     by size; mixed_launch_us is added to the launch in the end
     comm_slowdown, reserved_bytes    as measured
     collectives                      likewise, of each kind in each shape of group
 
@@ -29,7 +30,7 @@ from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
 from autoplan.cost_models.collective_fit import CollectiveFit
 from autoplan.cost_models.compute import op_time_us
-from autoplan.cost_models.device import PRECISIONS, VIEW, Device, Figure
+from autoplan.cost_models.device import OPTIMIZER, PRECISIONS, VIEW, Device, Figure
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.mesh import GroupShape
 from autoplan.cost_models.steps import EfficiencyTable
@@ -78,6 +79,7 @@ def fit(cluster: Cluster, records: Sequence[Record], *, date: str | None = None)
     device = _with_ops(_with_memory(device, ops), ops)
     fitted = replace(cluster, device=device, collectives=_fit_collectives(cluster, collectives))
     residuals = (*_op_residuals(device, ops), *_collective_residuals(fitted, collectives))
+    fitted = replace(fitted, device=_with_mixed_launches(device, ops, constants.get("mixed_launch_us", 0.0)))
     return Calibration(cluster=_with_sources(fitted, residuals, constants, date), residuals=residuals)
 
 
@@ -157,6 +159,19 @@ def _with_ops(device: Device, ops: Sequence[OpTime]) -> Device:
         op_rates=tuple(sorted(rates.items())),
         op_gflops=tuple(sorted(gflops.items())),
         op_launches_us=tuple(sorted(launches.items())),
+    )
+
+
+def _with_mixed_launches(device: Device, ops: Sequence[OpTime], mixed_us: float) -> Device:
+    """Launches as they are in a step, where other ops ran before: ops were measured each in a graph of its own."""
+    alone = {_op_key(op) for op in ops} - {OPTIMIZER}
+    return replace(
+        device,
+        kernel_launch_us=rounded(device.kernel_launch_us + mixed_us),
+        op_launches_us=tuple(
+            (name, rounded(launch_us + mixed_us) if name in alone else launch_us)
+            for name, launch_us in device.op_launches_us
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 OpTime          a call: what it computes and moves, and how long it takes
 CollectiveTime  a collective or a send among busy ranks
-Constant        a figure measured as such: kernel_launch_us, view_launch_us, comm_slowdown, reserved_bytes
+Constant        a figure measured as such: one of ``CONSTANTS``
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoplan.cost_models.device import PRECISIONS
 from autoplan.cost_models.errors import ClusterError
 from autoplan.cost_models.fields import FieldReader, check_number, nearest
 
-CONSTANTS = ("kernel_launch_us", "view_launch_us", "comm_slowdown", "reserved_bytes")
+CONSTANTS = ("kernel_launch_us", "mixed_launch_us", "view_launch_us", "comm_slowdown", "reserved_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

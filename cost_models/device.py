@@ -40,6 +40,7 @@ from autoplan.cost_models.steps import EfficiencyTable, RateTable, plain_rate, r
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 VIEW = "view"
+OPTIMIZER = "adamw"
 BACKENDS = ("cuda", "cpu", "tpu", "hpu", "neuron")
 
 

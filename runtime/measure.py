@@ -10,7 +10,8 @@ A row is one of
 
     record="op"          op, kind ("memory" or "matmul"), precision, flops, bytes_moved, launches; value in microseconds
     record="collective"  kind, level, members, per_node, size_bytes; value in microseconds
-    record="constant"    name and value: kernel_launch_us, view_launch_us, comm_slowdown, reserved_bytes
+    record="constant"    name and value: kernel_launch_us, mixed_launch_us, view_launch_us, comm_slowdown,
+                         reserved_bytes
 
 Every value is that of the slowest rank. Torch's threads are left as the caller set them.
 """
@@ -30,7 +31,7 @@ from autoplan.errors import UserError
 from autoplan.runtime.measure_bench import Bench, Progress, Row
 from autoplan.runtime.measure_links import Links
 from autoplan.runtime.measure_matmul import DTYPES, measure_attention, measure_matmuls
-from autoplan.runtime.measure_ops import measure_adamw, measure_copies, measure_launch, measure_ops
+from autoplan.runtime.measure_ops import measure_adamw, measure_copies, measure_launch, measure_mixed, measure_ops
 from autoplan.settings import DEFAULT_TIMEOUT_S
 
 __all__ = ["measure", "nodes_by_name"]
@@ -65,7 +66,8 @@ def measure(
             (0.01, lambda s: measure_launch(bench, s)),
             (0.18, lambda s: measure_matmuls(bench, precisions, s)),
             (0.04, lambda s: measure_attention(bench, dtype, precision, s)),
-            (0.36, lambda s: measure_ops(bench, dtype, precision, s)),
+            (0.34, lambda s: measure_ops(bench, dtype, precision, s)),
+            (0.03, lambda s: measure_mixed(bench, dtype, s)),
             (0.02, lambda s: measure_copies(bench, s)),
             (0.02, lambda s: measure_adamw(bench, dtype, precision, s)),
             (0.30, links.measure_collectives),

@@ -5,7 +5,7 @@ is measured while all ranks do the same. A case runs in three blocks of a set ti
 block counts: a processor quota lets a rank run for a few milliseconds and then stops it for as many, so only the mean
 over several such periods is the speed that a training step sees.
 
-Calls take turns on several sets of operands, more than caches hold, and results live for a while (``repeated``): in a
+Calls take turns on several sets of operands, more than caches hold, and results live for a while (``in_turn``): in a
 step every layer has weights of its own, a backward reads what was made long before, and what is made is kept. On
 operands and pages that stayed in a cache, products of 128 rows were measured a fifth faster than they run in a step,
 and sums in place three times as fast.
@@ -16,7 +16,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,9 @@ CHUNK_S = 2e-3  # of calls between two looks at the clock
 LEAST_BOX_S, MOST_BOX_S = 0.005, 0.4  # for one case
 COLD_BYTES = {"cpu": 16 << 20, "accelerator": 256 << 20}  # above a core's caches, a chip's
 MOST_SETS = 64
+KEPT_BYTES = 16_000_000  # of results that one graph of repeated calls makes, about: they come in pages not just freed
+MOST_CALLS = 64
+GRAPH_US = 20e3  # of calls in a graph, so that a box holds several
 
 Row = dict[str, Any]  # one measurement; ``cost_models.calibration_records`` reads it
 
@@ -117,6 +121,12 @@ class Bench:
             means.append(spent / calls)
         return statistics.median(means) * 1e6
 
+    def kept_us(self, call: Call, result_bytes: int) -> float:
+        """Mean time of a call in a graph of several, whose results of so many bytes each are kept to its end."""
+        (first_us,) = self.agree(self.first_us(repeated(call, 1)))
+        times = max(1, min(MOST_CALLS, KEPT_BYTES // max(result_bytes, 1), int(GRAPH_US / first_us)))
+        return self.time_us(repeated(call, times)) / times
+
     def add(self, **row: Any) -> None:
         self.rows.append(row)
 
@@ -126,28 +136,43 @@ class Bench:
         return [row | {"value": value} for row, value in zip(self.rows, worst, strict=True)]
 
 
-def repeated(
-    call: Callable[..., Any], sets: Sequence[Sequence[Any]], kwargs: dict[str, Any], times: int
-) -> Callable[[], object]:
-    """A graph of ``times`` calls, run as the runtime runs its graphs; their results live until the last has been made.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """``sets``: arguments that differ in nothing but their tensors, to be taken in turns; one at least."""
 
-    ``sets``: arguments that differ in nothing but their tensors. Each call takes the next of them, also from one run
-    of the graph to the next.
+    function: Any
+    sets: Sequence[Sequence[Any]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def repeated(call: Call, times: int) -> Callable[[], object]:
+    """A graph of ``times`` calls, as ``in_turn`` has it."""
+    return in_turn([call] * times)
+
+
+def in_turn(calls: Sequence[Call]) -> Callable[[], object]:
+    """A graph of the calls, run as the runtime runs its graphs; their results live until the last has been made.
+
+    Each call takes the next set of its arguments, also from one run of the graph to the next.
     """
     graph = fx.Graph()
 
     def operand(value: Any) -> Any:
         return graph.placeholder(f"operand_{len(graph.nodes)}") if isinstance(value, torch.Tensor) else value
 
-    arguments = [map_aggregate(tuple(sets[0]), operand) for _ in range(times)]
-    graph.output(tuple(graph.call_function(call, given, kwargs) for given in arguments))
+    arguments = [map_aggregate(tuple(call.sets[0]), operand) for call in calls]
+    graph.output(
+        tuple(
+            graph.call_function(call.function, given, call.kwargs) for call, given in zip(calls, arguments, strict=True)
+        )
+    )
     run = boxed(fx.GraphModule({}, graph))
-    turns = cycle([_tensors(each) for each in sets])
-    return lambda: run([tensor for each in islice(turns, times) for tensor in each])
+    turns = {id(call): cycle([tensors_of(each) for each in call.sets]) for call in calls}
+    return lambda: run([tensor for call in calls for tensor in next(turns[id(call)])])
 
 
-def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """In the order that ``map_aggregate`` visits them in."""
+def tensors_of(arguments: Any) -> list[torch.Tensor]:
+    """The tensors of arguments or results, in the order that ``map_aggregate`` visits them in."""
     found: list[torch.Tensor] = []
 
     def note(value: Any) -> Any:
@@ -155,8 +180,13 @@ def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
             found.append(value)
         return value
 
-    map_aggregate(tuple(arguments), note)
+    map_aggregate(arguments, note)
     return found
+
+
+def size_bytes(value: Any) -> int:
+    """Of all the tensors in it."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(value))
 
 
 def cold_sets(device: torch.device, size_bytes: int) -> int:

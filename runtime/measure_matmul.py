@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import autoplan.rewrite.program  # noqa: F401  # registers autoplan::attention, which its graphs hold
-from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
+from autoplan.runtime.measure_bench import Bench, Call, cold_sets, repeated, size_bytes
 
 aten = torch.ops.aten
 
@@ -83,27 +83,26 @@ def measure_matmuls(bench: Bench, precisions: Sequence[str], seconds: float) -> 
 
         for shape in SHAPES:
             for flops in levels:
-                call, args = shape(make, flops)
-                run = _in_turns(shape, make, flops, bench.device)
-                if bench.agree(bench.first_us(run) * 1e-6)[0] > bench.longest_s:
+                call = _product(shape, make, flops, bench.device)
+                args = call.sets[0]
+                if bench.agree(bench.first_us(repeated(call, 1)) * 1e-6)[0] > bench.longest_s:
                     break
                 left, right = args[-2:]
                 made = left.numel() // left.shape[-1] * right.shape[-1] * left.itemsize
                 bench.add(
-                    record="op", op=str(call).split(".")[1], kind="matmul", precision=precision,
+                    record="op", op=str(call.function).split(".")[1], kind="matmul", precision=precision,
                     flops=2 * left.numel() * right.shape[-1],
-                    bytes_moved=sum(t.nbytes for t in args) + made, result_bytes=made, launches=1,
-                    value=bench.time_us(run),
+                    bytes_moved=size_bytes(args) + made, result_bytes=made, launches=1,
+                    value=bench.kept_us(call, made),
                 )  # fmt: skip
 
 
-def _in_turns(
+def _product(
     shape: Callable[[Make, float], tuple[Any, tuple[Tensor, ...]]], make: Make, flops: float, device: torch.device
-) -> Callable[[], object]:
-    """One call for each time."""
-    call, args = shape(make, flops)
-    sets = cold_sets(device, sum(t.nbytes for t in args))
-    return repeated(call, [args, *(shape(make, flops)[1] for _ in range(sets - 1))], {}, 1)
+) -> Call:
+    function, args = shape(make, flops)
+    sets = cold_sets(device, size_bytes(args))
+    return Call(function=function, sets=[args, *(shape(make, flops)[1] for _ in range(sets - 1))])
 
 
 def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
@@ -131,10 +130,10 @@ def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds:
         pairs = length * (length + 1) // 2 if causal else length**2  # of a query and a key that are multiplied
         multiply_adds = rows * ATTENTION_HEADS * pairs * head_dim
         for call, sets, products in ((forward, forwards, 2), (backward, backwards, 5)):
-            run = repeated(call, sets, {}, 1)
-            tensors = [t for t in (*sets[0], *call(*sets[0])) if isinstance(t, Tensor)]
+            made = size_bytes(call(*sets[0]))
+            value = bench.kept_us(Call(function=call, sets=sets), made)
             name = "::".join(str(call).split(".")[:2]) + ("_causal" if causal else "")
             bench.add(
                 record="op", op=name, kind="matmul", precision=precision, flops=2 * products * multiply_adds,
-                bytes_moved=sum(t.nbytes for t in tensors), launches=1, value=bench.time_us(run),
+                bytes_moved=size_bytes(sets[0]) + made, launches=1, value=value,
             )  # fmt: skip

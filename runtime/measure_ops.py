@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
+from autoplan.runtime.measure_bench import Bench, Call, cold_sets, in_turn, repeated, size_bytes, tensors_of
 
 aten = torch.ops.aten
 
@@ -24,9 +25,9 @@ CPU_SIZES = ((2, 64), (64, 256), (512, 256), (1024, 1024), (4096, 1024))
 ACCELERATOR_SIZES = ((2, 64), (512, 1024), (4096, 2048), (8192, 8192))
 COPY_BYTES = (10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
 MORE_COPY_BYTES = (256_000_000, 1_000_000_000)  # on accelerators, whose bandwidth takes that much to fill
-KEPT_BYTES = 16_000_000  # of results that one graph of repeated calls makes, about: they come in pages not just freed
-MOST_CALLS = 64
 LAUNCH_CALLS = 64
+# At which ops also run in turn: together they move as much as caches hold, and yet computing is short.
+MIXED_SIZE, MIXED_TIMES, MIXED_ROUNDS = (16, 256), 4, 3
 TYPICAL_OPERANDS = 2  # of a call, as large as an activation
 
 
@@ -195,27 +196,26 @@ _PUTS = {"slice_backward", "select_backward", "index_put"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One call. ``op`` is the name without overload; ``sets``: arguments that calls take in turns, one at least."""
+    """One op at one size. ``op`` is the name without overload."""
 
     op: str
-    call: Any
-    sets: tuple[tuple[Any, ...], ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.sets[0]
+    call: Call
 
 
-def cases(sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Every op at every size, one size after another, so that only operands of one size are held."""
+def cases(
+    sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, once: bool = False
+) -> Iterator[Case]:
+    """Every op at every size, one size after another, so that only operands of one size are held.
+
+    ``once``: with the first of its operands only, as a launch costs the same with any.
+    """
     for rows, width in sizes:
         count = cold_sets(device, TYPICAL_OPERANDS * rows * width * dtype.itemsize)
         tensors = tuple(Tensors(rows, width, dtype, device) for _ in range(count))
         seen: set[str] = set()
         for name, arguments in OPS:
             made = case(name, arguments, tensors)
-            if (rows, width) != sizes[0] or made.op not in seen:  # a launch costs the same with any operands
+            if not once or made.op not in seen:
                 yield made
             seen.add(made.op)
 
@@ -225,13 +225,13 @@ def case(name: str, arguments: Arguments, tensors: Sequence[Tensors]) -> Case:
     sets, kwargs = tuple(tuple(arguments(each)) for each in tensors), {}
     if op in _CONTIGUOUS:
         sets, kwargs = tuple(args[:1] for args in sets), {"memory_format": sets[0][1]}
-    return Case(op=op, call=getattr(getattr(aten, op), overload or "default"), sets=sets, kwargs=kwargs)
+    return Case(op=op, call=Call(function=getattr(getattr(aten, op), overload or "default"), sets=sets, kwargs=kwargs))
 
 
 def moved_bytes(op: str, args: Sequence[Any], results: Any) -> int:
     """Bytes that a call reads and writes."""
-    operands = [_bytes(tensor) for tensor in _tensors(args)]
-    made = [_bytes(tensor) for tensor in _tensors(results)]
+    operands = [size_bytes(tensor) for tensor in tensors_of(args)]
+    made = [size_bytes(tensor) for tensor in tensors_of(results)]
     if op in _LOOKUPS:
         operands[0] = made[0]
     elif op in _PUTS:
@@ -245,27 +245,12 @@ def moved_bytes(op: str, args: Sequence[Any], results: Any) -> int:
     return sum(operands) + sum(made)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def measure_launch(bench: Bench, seconds: float) -> None:
-    """What a call costs that has nothing to do; on a CPU, which waits for its own calls, also one that makes a view."""
-    bench.phase("launches", 2, seconds)
+    """What a call costs that has nothing to do."""
+    bench.phase("launches", 1, seconds)
     tiny = torch.zeros(1, device=bench.device)
-    run = repeated(aten.add.Tensor, [(tiny, tiny)], {}, LAUNCH_CALLS)
+    run = repeated(Call(function=aten.add.Tensor, sets=[(tiny, tiny)]), LAUNCH_CALLS)
     bench.add(record="constant", name="kernel_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
-    if bench.device.type == "cpu":
-        run = repeated(aten.view.default, [(torch.zeros(4, 4), [16])], {}, LAUNCH_CALLS)
-        bench.add(record="constant", name="view_launch_us", value=bench.time_us(run) / LAUNCH_CALLS)
 
 
 def measure_ops(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:
@@ -273,24 +258,57 @@ def measure_ops(bench: Bench, dtype: torch.dtype, precision: str, seconds: float
     sizes = CPU_SIZES if bench.device.type == "cpu" else ACCELERATOR_SIZES
     once = len({name.partition(".")[0] for name, _ in OPS})
     bench.phase("operators", once + len(OPS) * (len(sizes) - 1), seconds)
-    for each in cases(sizes, dtype, bench.device):
-        time_op(bench, each, precision)
+    for size in sizes:
+        for each in cases([size], dtype, bench.device, once=size == sizes[0]):
+            time_op(bench, each, precision)
+
+
+def measure_mixed(bench: Bench, dtype: torch.dtype, seconds: float) -> None:
+    """What a call costs more where other ops ran before it, and what one that makes a view costs there.
+
+    The same calls, ``MIXED_TIMES`` of each op, run sorted by op and in turn. Nothing on an accelerator, which is
+    behind its host.
+    """
+    if bench.device.type != "cpu":
+        return
+    bench.phase("launches in turn", 3 * MIXED_ROUNDS, seconds)
+    calls = [each.call for each in cases([MIXED_SIZE], dtype, bench.device) if _runs(each.call)]
+    views = [
+        Call(function=aten.unsqueeze.default, sets=[(tensors_of(operands)[0], 0) for operands in call.sets])
+        for call in calls
+    ]
+    ordered = in_turn([call for call in calls for _ in range(MIXED_TIMES)])
+    mixed = in_turn(calls * MIXED_TIMES)
+    viewed = in_turn([call for pair in zip(calls, views, strict=True) for call in pair] * MIXED_TIMES)
+    rounds = [[bench.time_us(run) for run in (ordered, mixed, viewed)] for _ in range(MIXED_ROUNDS)]
+    total = len(calls) * MIXED_TIMES
+    changed = total - len(calls)  # calls that followed one of their op where they were sorted
+    launch_us = median((mixed_us - ordered_us) / changed for ordered_us, mixed_us, _ in rounds)
+    view_us = median((viewed_us - mixed_us) / total for _, mixed_us, viewed_us in rounds)
+    bench.add(record="constant", name="mixed_launch_us", value=max(launch_us, 0.0))
+    bench.add(record="constant", name="view_launch_us", value=max(view_us, 0.0))
+
+
+def _runs(call: Call) -> bool:
+    """Whether the device has a kernel for it: CPUs have no backward of a fused RMS norm."""
+    try:
+        call.function(*call.sets[0], **call.kwargs)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def time_op(bench: Bench, case: Case, precision: str) -> None:
-    """Add the row of a case, unless the device has no kernel for it (CPUs have no backward of a fused RMS norm)."""
-    try:
-        result = case.call(*case.args, **case.kwargs)
-    except NotImplementedError:
+    """Add the row of a case, unless the device has no kernel for it."""
+    call = case.call
+    if not _runs(call):
         return
-    moved = moved_bytes(case.op, (*case.args, *case.kwargs.values()), result)
-    made = sum(_bytes(tensor) for tensor in _tensors(result))
+    result = call.function(*call.sets[0], **call.kwargs)
+    moved, made = moved_bytes(case.op, (*call.sets[0], *call.kwargs.values()), result), size_bytes(result)
     del result
-    calls = max(1, min(MOST_CALLS, KEPT_BYTES // max(made, 1)))
-    time_us = bench.time_us(repeated(case.call, case.sets, case.kwargs, calls)) / calls
     bench.add(
         record="op", op=case.op, kind="memory", precision=precision, flops=0, bytes_moved=moved, launches=1,
-        value=time_us,
+        value=bench.kept_us(call, made),
     )  # fmt: skip
 
 
@@ -303,7 +321,7 @@ def measure_copies(bench: Bench, seconds: float) -> None:
             tuple(torch.ones(size // 12, device=bench.device) for _ in range(2))
             for _ in range(cold_sets(bench.device, size * 2 // 3))
         )
-        time_op(bench, Case(op="", call=aten.add.Tensor, sets=sets, kwargs={}), "fp32")
+        time_op(bench, Case(op="", call=Call(function=aten.add.Tensor, sets=sets)), "fp32")
 
 
 def measure_adamw(bench: Bench, dtype: torch.dtype, precision: str, seconds: float) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import Algorithm, Measured, collective_algorithms, collective_time_us
 from autoplan.cost_models.compute import op_time_us
+from autoplan.cost_models.device import OPTIMIZER
 from autoplan.cost_models.memory import Precision, collective_copy_bytes, shard_elements, state_bytes
 from autoplan.plans import Degrees, Recompute, Schedule
 from autoplan.search.chain import Chain
@@ -194,7 +195,7 @@ def _optimizer_us(optimizer_bytes: int, setting: Setting) -> float:
     moved = 2 * optimizer_bytes + elements * (
         policy.grad_bytes + policy.param_bytes * (1 if policy.master_bytes else 2)
     )
-    return float(op_time_us(0, moved, policy.compute, setting.cluster.device, kind="memory", op="adamw"))
+    return float(op_time_us(0, moved, policy.compute, setting.cluster.device, kind="memory", op=OPTIMIZER))
 
 
 def held_elsewhere(chain: Chain, tables: Mapping[str, Sequence[StrategyCost]], pipe: int) -> dict[str, frozenset[str]]:

@@ -53,6 +53,21 @@ def test_known_constants_come_out(noise, within, seed):
     assert (found.device.comm_slowdown, found.device.reserved_bytes) == (0.3, 240_000_000)
 
 
+def test_what_calls_cost_more_among_others_is_part_of_every_launch_but_those_of_views_and_optimizers():
+    records = measurements(known_cluster())
+    alone = fit(START, records, date=DATE)
+    mixed = fit(START, [*records, Constant(name="mixed_launch_us", value=10.0)], date=DATE)
+    view = Constant(name="view_launch_us", value=3.0)
+    viewed = fit(START, [*records, Constant(name="mixed_launch_us", value=10.0), view], date=DATE)
+    assert mixed.residuals == alone.residuals
+    before, after = alone.cluster.device, mixed.cluster.device
+    for flops, moved, kind, op in ((0, 1e5, "memory", "gelu"), (0, 1e5, "memory", "log"), (1e7, 0, "matmul", "bmm")):
+        expected = op_time_us(flops, moved, "fp32", before, kind, op) + 10.0
+        assert op_time_us(flops, moved, "fp32", after, kind, op) == pytest.approx(expected, abs=0.01)
+    assert op_time_us(0, 1e5, "fp32", after, "memory", "adamw") == op_time_us(0, 1e5, "fp32", before, "memory", "adamw")
+    assert dict(viewed.cluster.device.op_launches_us)["view"] == 3.0
+
+
 def test_residuals_are_the_models_own_errors():
     exact = fit(START, measurements(known_cluster()), date=DATE).residuals
     noisy = fit(START, measurements(known_cluster(), 0.15), date=DATE).residuals

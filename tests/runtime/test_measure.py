@@ -18,7 +18,7 @@ from autoplan.cost_models.calibration_records import CollectiveTime, Constant, O
 from autoplan.cost_models.cluster import Cluster
 from autoplan.runtime import measure as measuring
 from autoplan.runtime import measure_links, measure_matmul, measure_ops
-from autoplan.runtime.measure_bench import Bench, cold_sets, repeated
+from autoplan.runtime.measure_bench import Bench, Call, cold_sets, in_turn, repeated
 from autoplan.runtime.measure_links import KINDS, collective, shapes
 
 CPU = torch.device("cpu")
@@ -54,7 +54,13 @@ def test_two_ranks_measure_and_the_rows_can_be_fitted(run_ranks: Callable[..., N
     timed = {(r.kind, r.level, r.members) for r in records if isinstance(r, CollectiveTime)}
     assert timed == {(kind, "intra", 2) for kind in (*KINDS, "send")}
     constants = {record.name: record.value for record in records if isinstance(record, Constant)}
-    assert set(constants) == {"kernel_launch_us", "view_launch_us", "comm_slowdown", "reserved_bytes"}
+    assert set(constants) == {
+        "kernel_launch_us",
+        "mixed_launch_us",
+        "view_launch_us",
+        "comm_slowdown",
+        "reserved_bytes",
+    }
     assert 50e6 < constants["reserved_bytes"] < 2e9  # torch alone holds this much
     cluster = fit(Cluster.parse("1x2xcpu"), records).cluster
     assert len(cluster.collectives) == len(KINDS) + 1
@@ -124,13 +130,29 @@ def test_repeated_calls_take_turns_on_their_operands_and_keep_results_until_the_
         return result
 
     sets = [(torch.full((2,), float(place)), [torch.ones(2)]) for place in range(2)]
-    run = repeated(doubled, sets, {"by": 3}, 3)
+    run = repeated(Call(function=doubled, sets=sets, kwargs={"by": 3}), 3)
     run()
     assert calls == [(0.0, 3), (1.0, 3), (0.0, 3)]
     assert all(result() is None for result in alive)
     alive.clear()
     run()
     assert calls[3:] == [(1.0, 3), (0.0, 3), (1.0, 3)]
+
+
+def test_calls_in_turn_take_turns_on_their_own_operands() -> None:
+    calls: list[str] = []
+
+    def noted(name: str, operand: torch.Tensor) -> torch.Tensor:
+        calls.append(f"{name}{int(operand)}")
+        return operand
+
+    both = [
+        Call(function=noted, sets=[(name, torch.tensor(place)) for place in range(sets)])
+        for name, sets in (("a", 2), ("b", 3))
+    ]
+    run = in_turn(both)
+    run(), run(), run()
+    assert calls == ["a0", "b0", "a1", "b1", "a0", "b2"]
 
 
 def test_operands_that_take_turns_are_more_than_a_core_caches() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autoplan.capture.graph import TensorSpec
-from autoplan.runtime.measure_bench import Bench
+from autoplan.runtime import measure_bench, measure_matmul
+from autoplan.runtime.measure_bench import Bench, Call
 from autoplan.runtime.measure_matmul import SHAPES, measure_attention, measure_matmuls
 from autoplan.runtime.measure_ops import OPS, Case, Tensors, case, cases, moved_bytes
 from autoplan.search.pricing import NodeCount, count, op_name
@@ -42,7 +42,7 @@ def counted(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: A
 
 def run(each: Case) -> Any:
     try:
-        return each.call(*each.args, **each.kwargs)
+        return each.call.function(*each.call.sets[0], **each.call.kwargs)
     except NotImplementedError:
         pytest.skip(f"no kernel of {each.op} on a CPU")
 
@@ -51,17 +51,17 @@ def run(each: Case) -> Any:
 def test_every_op_runs_and_moves_the_bytes_that_planning_counts(place: int) -> None:
     each = case(*OPS[place], (Tensors(8, 128, torch.float32, CPU),))
     result = run(each)
-    price, name = counted(each.call, each.args, each.kwargs, result)
+    args = each.call.sets[0]
+    price, name = counted(each.call.function, args, each.call.kwargs, result)
     assert name == each.op
     assert price.kind == "memory"
-    assert moved_bytes(each.op, each.args, result) == sum(price.operand_bytes) + sum(price.result_bytes)
+    assert moved_bytes(each.op, args, result) == sum(price.operand_bytes) + sum(price.result_bytes)
 
 
-def test_at_the_smallest_size_every_op_stands_once() -> None:
-    made = list(cases(((2, 64), (8, 64)), torch.float32, CPU))
-    once = len({each.op for each in made})
-    assert len(made) == once + len(OPS)
-    assert len({each.op for each in made[:once]}) == once
+def test_cases_hold_every_op_at_every_size_or_each_name_once() -> None:
+    assert len(list(cases(((2, 64), (8, 64)), torch.float32, CPU))) == 2 * len(OPS)
+    once = [each.op for each in cases(((2, 64),), torch.float32, CPU, once=True)]
+    assert len(once) == len(set(once)) == len({name.partition(".")[0] for name, _ in OPS})
 
 
 class _Noted(Bench):
@@ -87,13 +87,15 @@ def test_products_have_about_the_flops_asked_for(shape: Any, flops: float) -> No
 
 def test_rows_of_products_and_attention_say_what_planning_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[NodeCount, str]] = []
-    from autoplan.runtime import measure_matmul
 
-    def noted(call: Any, sets: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], times: int) -> Any:
-        args = sets[0]
-        seen.append(counted(call, args, kwargs, call(*args, **kwargs)))
+    def noted(call: Call, times: int) -> Any:
+        args = call.sets[0]
+        if times == 1:  # the first look
+            return lambda: None
+        seen.append(counted(call.function, args, call.kwargs, call.function(*args, **call.kwargs)))
         return lambda: None
 
+    monkeypatch.setattr(measure_bench, "repeated", noted)
     monkeypatch.setattr(measure_matmul, "repeated", noted)
     monkeypatch.setattr(measure_matmul, "CPU_LEVELS", (1e5,))
     bench = _Noted()
