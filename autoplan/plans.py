@@ -105,6 +105,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     layers: tuple[LayerPlan, ...]
     strategies: tuple[Strategy, ...]
     fused_matmul: bool = False  # ring all-gather→matmul and matmul→reduce-scatter on the tensor axis
+    split_backward: bool = False  # a stage sends its activations' gradients before it computes its parameters'
     name: str = ""  # "autoplan", or the hand plan's name
 
     def __post_init__(self) -> None:

@@ -56,26 +56,34 @@ def refine(
     afforded = _afforded(graph, list(different.values()), events)
     if not afforded:
         return document
+    by_hand = {_unnamed(a.plan) for a in hand}
     seen: dict[Plan, Alternative] = {}
     refused: list[str] = []
     for index, alternative in enumerate(afforded):
         if progress is not None:
             progress("replaying the best plans", index, len(afforded))
-        try:
-            found = replay(graph, alternative.plan, cluster, optimizer=optimizer, clip_norm=clip_norm)
-        except LegalityError as error:
-            refused.append(f"{describe(alternative.plan)} could not be replayed and may not run: {error}")
-            continue
-        figures = Replayed(step_us=found.step_us, tensor_bytes=found.tensor_bytes, reserved_bytes=found.reserved_bytes)
-        estimate = structs.replace(alternative.estimate, replayed=figures, fits=found.fits)
-        seen[_unnamed(alternative.plan)] = structs.replace(alternative, estimate=estimate)
+        # A split backward is no slower, so the plan as it is matters where that doesn't fit. A plan by hand stays one.
+        split = [] if _unnamed(alternative.plan) in by_hand else list(_split(alternative))
+        for form in (*split, alternative):
+            try:
+                found = replay(graph, form.plan, cluster, optimizer=optimizer, clip_norm=clip_norm)
+            except LegalityError as error:
+                refused.append(f"{describe(form.plan)} could not be replayed and may not run: {error}")
+                continue
+            figures = Replayed(
+                step_us=found.step_us, tensor_bytes=found.tensor_bytes, reserved_bytes=found.reserved_bytes
+            )
+            estimate = structs.replace(form.estimate, replayed=figures, fits=found.fits)
+            seen[_unnamed(alternative.plan)] = structs.replace(form, estimate=estimate)
+            if found.fits:
+                break
     if not seen:
         return structs.replace(document, notes=(*document.notes, *refused))
 
     def replayed(alternative: Alternative) -> Alternative:
-        found = seen.get(_unnamed(alternative.plan), alternative).estimate
-        estimate = structs.replace(alternative.estimate, replayed=found.replayed, fits=found.fits)
-        return structs.replace(alternative, estimate=estimate)
+        """In the form that was replayed, under its own name."""
+        found = seen.get(_unnamed(alternative.plan), alternative)
+        return structs.replace(found, plan=structs.replace(found.plan, name=alternative.plan.name))
 
     searched = [replayed(a) for a in searched]
     searched += [a for a in seen.values() if a.plan.fused_matmul and a not in searched]
@@ -110,6 +118,13 @@ def _with_rings(alternative: Alternative) -> Iterator[Alternative]:
     gathers = any("S" in text for s in plan.strategies if s.key in used for text in (*s.boundary_in, *s.boundary_out))
     if plan.degrees.tensor > 1 and gathers and not plan.fused_matmul:
         yield structs.replace(alternative, plan=structs.replace(plan, fused_matmul=True))
+
+
+def _split(alternative: Alternative) -> Iterator[Alternative]:
+    """The same pipeline with a split backward, which sums over layers don't know either."""
+    plan = alternative.plan
+    if plan.degrees.pipe > 1 and not plan.split_backward:
+        yield structs.replace(alternative, plan=structs.replace(plan, split_backward=True))
 
 
 def _by_turns(first: Sequence[Alternative], second: Sequence[Alternative]) -> Iterator[Alternative]:

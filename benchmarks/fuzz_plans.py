@@ -73,13 +73,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     zero: tuple[int, ...] = (0,)
     recompute: tuple[bool, ...] = (False,)
     cuts: int = 0  # seed
+    split: bool = False  # backward
 
     @property
     def model(self) -> Case:
         """The same model under no plan: what a capture depends on."""
         return structs.replace(
             self, pipe=1, data=1, tensor=1, mode="random", boundary="R", choices=0, zero=(0,), recompute=(False,),
-            cuts=0,
+            cuts=0, split=False,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -272,6 +273,7 @@ def _with(case: Case, graph: Graph, strategies: Mapping[str, Strategy] | None) -
         zero=zero,
         recompute=["full" if case.recompute[i % len(case.recompute)] else "none" for i in range(count)],
         cuts=(0, *starts),
+        split=case.split,
     )
 
 
@@ -384,6 +386,7 @@ def drawn(seed: int, number: int) -> Case:
         zero=tuple(of_plan.choice((0, 1, 2, 3)) for _ in range(of_plan.randint(1, 4))),
         recompute=tuple(of_plan.random() < 0.4 for _ in range(of_plan.randint(1, 3))),
         cuts=of_plan.randint(0, 1000),
+        split=degrees[0] > 1 and of_plan.random() < 0.5,
     )
 
 
@@ -393,7 +396,7 @@ def smaller(case: Case) -> Iterator[Case]:
         if len(case.blocks) > 1:
             yield structs.replace(case, blocks=case.blocks[:at] + case.blocks[at + 1 :])
     changes: list[dict[str, Any]] = [{"pipe": 1}, {"data": 1}, {"tensor": 1}, {"data": 2}, {"tensor": 2}]
-    changes += [{"zero": (0,)}, {"recompute": (False,)}, {"tied": False}, {"rows": 1}]
+    changes += [{"zero": (0,)}, {"recompute": (False,)}, {"tied": False}, {"rows": 1}, {"split": False}]
     changes += [{"zero": (stage,)} for stage in sorted(set(case.zero)) if len(case.zero) > 1]
     changes += [{"mode": "greedy"}, {"boundary": "R"}]
     for change in changes:

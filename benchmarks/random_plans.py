@@ -118,6 +118,7 @@ def make_plan(
     recompute: Sequence[str] | str = "none",
     cuts: tuple[int, ...] | None = None,
     fused: bool = False,
+    split: bool = False,
 ) -> Plan:
     """A plan that gives each layer its class's strategy, with one micro-batch of ``rows`` rows on each data rank.
     ``zero`` and ``recompute`` for all layers, or one for each."""
@@ -147,4 +148,5 @@ def make_plan(
         layers=tuple(layers),
         strategies=tuple(chosen.values()),
         fused_matmul=fused,
+        split_backward=split,
     )

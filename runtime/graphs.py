@@ -8,7 +8,8 @@ What runs is a plain function: the graph's nodes, with what they know of shapes 
 made (3 to 5 kB each; on a CPU rank that is device memory).
 
 A backward graph returns its parameters' gradients last. ``delivering`` hands them to a sink layer by layer instead:
-they can be added up and let go at once, and their sum over ranks can begin while the layers before still run.
+they can be added up and let go at once, and their sum over ranks can begin while the layers before still run. What it
+returns first, the gradients of activations, is handed over as soon as it is there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from autoplan.rewrite.aliases import roots
 Sink = Callable[[Sequence[int], Sequence[Tensor], Sequence[bool]], None]
 """Takes gradients: their places among all, themselves, and of each whether its memory is its own."""
 
-DeliveringGraph = Callable[[list[Tensor], Sink], tuple[Tensor | None, ...]]
+Leave = Callable[[Sequence[Tensor | None]], None]
+"""Takes the gradients of activations."""
+
+DeliveringGraph = Callable[[list[Tensor], Sink, Leave], None]
 BoxedGraph = Callable[[list[Tensor]], tuple[Tensor | None, ...]]
 
 
@@ -60,19 +64,27 @@ def deliver(sink: Sink, places: Sequence[int], gradients: Sequence[Tensor], priv
     sink(places, gradients, private)
 
 
-def delivering(module: fx.GraphModule, kept: int) -> DeliveringGraph:
-    """``module`` boxed, returning the first ``kept`` of its results; the others go to a sink as soon as their layer is
-    done, each with its place among them. ``None`` among them is not delivered."""
+def hand_over(leave: Leave, results: Sequence[Tensor | None]) -> None:
+    """What a delivering graph calls once."""
+    leave(results)
+
+
+def delivering(module: fx.GraphModule, leaving: int) -> DeliveringGraph:
+    """``module`` boxed. The first ``leaving`` of its results, if any, go to ``leave`` together when the last of them is
+    made; the others to a sink as soon as their layer is done, each with its place among them. ``None`` among those is
+    not delivered."""
     graph = fx.Graph()
     values = _unboxed(graph, module.graph)
-    sink = graph.placeholder("sink")
+    sink, leave = graph.placeholder("sink"), graph.placeholder("leave")
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     places: dict[fx.Node, list[int]] = {}
-    for place, node in enumerate(results[kept:]):
+    for place, node in enumerate(results[leaving:]):
         if isinstance(node, fx.Node):
             places.setdefault(node, []).append(place)
-    private = _private(list(module.graph.nodes), results[:kept], list(places))
+    sent = results[:leaving]
+    private = _private(list(module.graph.nodes), sent, list(places))
     waiting: list[tuple[int, fx.Node]] = []
+    unmade = {node for node in sent if isinstance(node, fx.Node)}
 
     def flush() -> None:
         if waiting:
@@ -80,21 +92,30 @@ def delivering(module: fx.GraphModule, kept: int) -> DeliveringGraph:
             graph.call_function(deliver, (sink, [p for p, _ in waiting], [values[n] for _, n in waiting], own))
             waiting.clear()
 
+    def send() -> None:
+        graph.call_function(hand_over, (leave, fx.node.map_arg(sent, values.__getitem__)))
+
     unit: object = None
+    if sent and not unmade:
+        send()
     for node in module.graph.nodes:
         if node.op == "output":
             flush()
-            graph.output(tuple(fx.node.map_arg(results[:kept], values.__getitem__)))
+            graph.output(None)
         elif node.op != "placeholder":
             if node.meta.get("unit") != unit:
                 flush()
                 unit = node.meta.get("unit")
             values[node] = graph.node_copy(node, values.__getitem__)
+        if node in unmade:
+            unmade.remove(node)
+            if not unmade:
+                send()
         waiting.extend((place, node) for place in places.get(node, ()))
     run = _function(graph, module)
 
-    def call(arguments: list[Tensor], sink: Sink) -> tuple[Tensor | None, ...]:
-        return tuple(run(arguments, sink))
+    def call(arguments: list[Tensor], sink: Sink, leave: Leave) -> None:
+        run(arguments, sink, leave)
 
     return call
 

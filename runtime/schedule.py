@@ -12,6 +12,7 @@ from autoplan.errors import LegalityError
 from autoplan.plans import Plan
 from autoplan.runtime.executable import Executable
 from autoplan.runtime.gradients import Gradients, storages
+from autoplan.runtime.graphs import Leave
 from autoplan.runtime.mesh import BACK, Axes
 from autoplan.runtime.params import ParamStore
 from autoplan.runtime.passage import Passage
@@ -51,9 +52,9 @@ class StageRunner:
         # The backward sees the buffers that this forward saw, not those that later micro-batches leave.
         return tuple(tensors[:count]), [*buffers, *tensors[count:end]]
 
-    def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Gradients of the activations; those of the parameters go to ``Gradients`` layer by layer. Empties
-        ``saved``."""
+    def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor], leave: Leave) -> None:
+        """Gradients of the activations go to ``leave``, as soon as they are there, where there are any; those of the
+        parameters to ``Gradients`` layer by layer. Empties ``saved``."""
         self._observe(f"B{index}")
         buffers = len(self._store.buffers)
         arguments = [*self._store.values, *saved[:buffers], *self._inputs[index], *saved[buffers:], *gradients]
@@ -61,7 +62,7 @@ class StageRunner:
         # What was saved is freed during the call, and its memory may become a gradient's.
         lasting = storages([*self._store.values, *self._inputs[index], *gradients])
         self._gradients.begin(foreign=lasting, last=index == len(self._inputs) - 1)
-        return self._program.backward(arguments, self._gradients.take)
+        self._program.backward(arguments, self._gradients.take, leave)
 
 
 class LoopSchedule:
@@ -74,9 +75,13 @@ class LoopSchedule:
         losses = []
         for index in range(micro_batches):
             (loss,), saved = self._runner.forward(index, ())
-            self._runner.backward(index, saved, [self._runner.tangent(index)])
+            self._runner.backward(index, saved, [self._runner.tangent(index)], _nowhere)
             losses.append(loss)
         return losses
+
+
+def _nowhere(gradients: Sequence[Tensor | None]) -> None:
+    raise AssertionError(f"one stage has no activations from before, and here are {len(gradients)} gradients of them")
 
 
 class PipelineSchedule:
@@ -113,23 +118,25 @@ class PipelineSchedule:
             if kind == "F":
                 leaving, saved[index] = self._runner.forward(index, arrived)
                 losses += leaving if last else ()
+                del arrived
+                self._passages["F"].send(leaving)
+                del leaving
             else:
-                leaving = self._backward(index, saved.pop(index), [self._runner.tangent(index)] if last else arrived)
-            del arrived
-            self._passages[kind].send(leaving)
-            del leaving
+                given = [self._runner.tangent(index)] if last else arrived
+                del arrived
+                self._runner.backward(index, saved.pop(index), given, self._send_back)
+                del given
         for passage in self._passages.values():
             passage.finish()
         return losses
 
-    def _backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of the activations that have one."""
-        found = self._runner.backward(index, saved, gradients)
+    def _send_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of the activations that have one, to the stage before, as soon as they are there."""
         names = [spec.name for spec in self._program.activations if spec.grad]
-        for name, gradient in zip(names, found, strict=True):
+        for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 raise LegalityError(f"the backward graph of stage {self._program.stage} gives no gradient for {name}")
-        return tuple(gradient for gradient in found if gradient is not None)
+        self._passages["B"].send([gradient for gradient in gradients if gradient is not None])
 
 
 def build_schedule(program: Executable, runner: StageRunner, plan: Plan, axes: Axes) -> LoopSchedule | PipelineSchedule:

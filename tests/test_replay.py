@@ -169,3 +169,16 @@ def test_what_costs_too_much_is_left_as_it_is() -> None:
 def _meta_parameters() -> list[torch.Tensor]:
     graph, _ = captured()
     return [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in graph.params]
+
+
+def test_a_pipeline_that_is_chosen_splits_its_backward() -> None:
+    """It is as fast or faster in simulated time, so the plain form is what does not fit otherwise; a plan by hand stays
+    what people know by that name."""
+    graph, _ = captured()
+    document = planned(Pins(pipe=2, data=1, micro_batch=1))
+    settled = refine(graph, document, CLUSTER, hand_plans=False)
+    assert settled.plan.split_backward
+    assert not any(hand.plan.split_backward for hand in refine(graph, document, CLUSTER).hand_plans)
+    assert settled.estimate.replayed is not None
+    plain = replay(graph, structs.replace(settled.plan, split_backward=False), CLUSTER)
+    assert settled.estimate.replayed.step_us < plain.step_us

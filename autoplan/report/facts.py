@@ -232,6 +232,8 @@ def decisions(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("Recompute", f"{recomputed} of {units.count(len(plan.layers), 'layer')}" if recomputed else "none"),
         ("Precision", plan.precision),
     ]
+    if plan.split_backward:
+        rows.append(("Backward", "gradients of activations are sent before those of parameters are computed"))
     if plan.fused_matmul:
         rows.append(("Matrix products", "fused with the tensor axis's collectives"))
     return tuple(rows)

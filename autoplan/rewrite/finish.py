@@ -1,4 +1,4 @@
-"""Pass 10: drop what nothing uses, and hand over the ``StageProgram``."""
+"""Pass 11: drop what nothing uses, and hand over the ``StageProgram``."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ redistribute  moves where placements differ
 localize      the calls on this rank's pieces
 zero          gathers of parameters, scatters of gradients, placed to overlap
 fuse          collective and matmul beside it become one ring
+order         in a split backward, what the stage before waits for comes first
 reuse         results written over operands that nobody reads afterwards
 finish        the StageProgram
 """
@@ -26,6 +27,7 @@ from autoplan.rewrite.cut import check_cut, cut
 from autoplan.rewrite.finish import finish
 from autoplan.rewrite.fuse import check_fused, fuse
 from autoplan.rewrite.localize import check_localized, localize
+from autoplan.rewrite.order import check_ordered, order
 from autoplan.rewrite.program import Coordinate, StageProgram
 from autoplan.rewrite.redistribute import check_redistributed, redistribute
 from autoplan.rewrite.reuse import check_reused, reuse
@@ -47,6 +49,7 @@ PASSES: tuple[tuple[Pass, Check], ...] = (
     (localize, check_localized),
     (zero, check_zero),
     (fuse, check_fused),
+    (order, check_ordered),
     (reuse, check_reused),
 )
 

@@ -1,4 +1,4 @@
-"""Pass 9: a call whose operand nobody reads afterwards writes its result over it.
+"""Pass 10: a call whose operand nobody reads afterwards writes its result over it.
 
 Autograd does the same when it adds gradients up: nothing is allocated, and on a CPU no fresh pages are touched (with
 them a sum of two gradients takes twice as long). Never written over: what the graph is given (parameters, the batch,

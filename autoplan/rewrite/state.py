@@ -7,7 +7,7 @@ Terms
              placement a strategy asks for at the boundary" is an operand like any other. The redistribute pass
              removes them.
 *unit*       the layer on whose behalf a node runs. The nodes of one unit are consecutive in a stage's graph; ZeRO
-             gathers and scatters are placed between units.
+             gathers and scatters are placed between units. (In a split backward, consecutive in either half.)
 
 Node metadata, beside what the capture wrote:
 

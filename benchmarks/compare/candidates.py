@@ -177,6 +177,7 @@ def signature(plan: Plan) -> str:
         f"{plan.micro_batches}×{plan.micro_batch}",
         plan.schedule if plan.degrees.pipe > 1 else "",
         "cuts " + ",".join(map(str, plan.cuts[1:])) if plan.degrees.pipe > 1 else "",
+        "split backward" if plan.split_backward else "",
         "ring matmuls" if plan.fused_matmul else "",
         ", ".join(runs),
     ]

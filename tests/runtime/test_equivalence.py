@@ -51,6 +51,7 @@ class Case:
     cuts: Sequence[int] | None = None
     layers: int = 4
     fused: bool = False
+    split: bool = False  # backward
 
     @property
     def micro_batches(self) -> int:
@@ -85,6 +86,14 @@ CASES: Mapping[str, Case] = {
         zero=(1, 3, 0, 2, 3, 1),
         recompute=("none", "full", "none", "full", "full", "none"),
         cuts=(0, 2),
+    ),
+    "PP2 x ZeRO-2 x 2, split backward": Case(
+        degrees=Degrees(pipe=2, data=2),
+        micro_batch=1,
+        zero=(2, 3, 0, 2, 3, 1),
+        schedule="eager-1f1b",
+        split=True,
+        recompute=("none", "full", "none", "none", "full", "none"),
     ),
     "3 layers on PP2": Case(degrees=Degrees(pipe=2, data=2), micro_batch=1, layers=3, zero=1),
 }
@@ -176,7 +185,7 @@ def make_plan(tables: StrategyTables, case: Case) -> Plan:
         schedule=case.schedule,
         precision="fp64",
     ).plan
-    return msgspec.structs.replace(plan, fused_matmul=case.fused)
+    return msgspec.structs.replace(plan, fused_matmul=case.fused, split_backward=case.split)
 
 
 def _per_layer(value: Any, layers: int) -> Any:

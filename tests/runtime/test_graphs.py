@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -79,10 +80,12 @@ def test_each_gradient_comes_once_and_after_its_layer() -> None:
         values.update(zip(places, gradients, strict=True))
 
     x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
-    arguments = [x, y]
-    (passed,) = delivering(backward(), 1)(arguments, sink)
+    arguments, left = [x, y], []
+    delivering(backward(), 1)(arguments, sink, lambda results: left.append((len(taken), *results)))
     assert arguments == []
     assert taken == [([0, 3], [True, False]), ([1], [False])]
+    ((delivered, passed),) = left
+    assert delivered == 1  # as soon as it was made, between the two layers
     assert passed is not None
     assert torch.equal(passed, (x + y) * 2)
     assert torch.equal(values[0], x * y)
@@ -96,5 +99,6 @@ def test_a_gradient_of_two_parameters_is_neither_ones_own() -> None:
     twice = graph.call_function(aten.mul.Tensor, (x, 2.0))
     graph.output((twice, twice))
     taken: list[tuple[list[int], list[bool]]] = []
-    delivering(fx.GraphModule({}, graph), 0)([torch.ones(3)], lambda p, _, own: taken.append((list(p), list(own))))
+    run = delivering(fx.GraphModule({}, graph), 0)
+    run([torch.ones(3)], lambda p, _, own: taken.append((list(p), list(own))), lambda _: pytest.fail("nothing leaves"))
     assert taken == [([0, 1], [False, False])]

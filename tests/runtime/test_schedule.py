@@ -19,6 +19,7 @@ from autoplan.errors import LegalityError
 from autoplan.plans import Degrees, Schedule
 from autoplan.rewrite.program import ValueSpec
 from autoplan.runtime.dry_run import NO_TIME_S, recorded_world
+from autoplan.runtime.graphs import Leave
 from autoplan.runtime.mesh import build_axes
 from autoplan.runtime.recorder import Call, Mark, Record, Recorder, Start, Wait
 from autoplan.runtime.schedule import PipelineSchedule
@@ -31,8 +32,8 @@ CROSSES = ValueSpec(name="x", shape=SHAPE, dtype=torch.float32, placement=R)
 class Runner:
     """Forward and backward that only say that they ran."""
 
-    def __init__(self, recorder: Recorder, program: Any, gives: bool) -> None:
-        self._recorder, self._gives = recorder, gives
+    def __init__(self, recorder: Recorder, program: Any, gives: bool, split: bool) -> None:
+        self._recorder, self._gives, self._split = recorder, gives, split
         self._first, self._last = program.stage == 0, program.stage == program.stages - 1
 
     def tangent(self, index: int) -> Tensor:
@@ -42,13 +43,18 @@ class Runner:
         self._recorder.mark(f"F{index}")
         return (torch.ones(()) if self._last else torch.ones(SHAPE),), list(activations)
 
-    def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def backward(self, index: int, saved: list[Tensor], gradients: Sequence[Tensor], leave: Leave) -> None:
         self._recorder.mark(f"B{index}")
         saved.clear()
-        return () if self._first else (torch.ones(SHAPE) if self._gives else None,)
+        if not self._first:
+            leave((torch.ones(SHAPE) if self._gives else None,))
+        if self._split:
+            self._recorder.mark(f"W{index}")
 
 
-def record_of(stage: int, stages: int, schedule: str, micro_batches: int, gives: bool = True) -> Record:
+def record_of(
+    stage: int, stages: int, schedule: str, micro_batches: int, gives: bool = True, split: bool = False
+) -> Record:
     last = stage == stages - 1
     program: Any = SimpleNamespace(
         stage=stage,
@@ -61,7 +67,7 @@ def record_of(stage: int, stages: int, schedule: str, micro_batches: int, gives:
     with recorded_world(stage, stages) as recorder:
         axes = replace(build_axes(degrees, torch.device("cpu"), NO_TIME_S), device=torch.device("meta"))
         with recorder, torch.device("meta"):
-            runner: Any = Runner(recorder, program, gives)
+            runner: Any = Runner(recorder, program, gives, split)
             losses = PipelineSchedule(program, runner, plan, axes).run(micro_batches)
         record, recorder.record = recorder.record, Record()
         axes.close()
@@ -113,6 +119,28 @@ def test_transfers_hide_behind_compute(schedule: str, stages: int, micro_batches
         assert step_us > hidden_us or micro_batches <= 2
     else:
         assert step_us == hidden_us
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 4), (4, 16)])
+def test_split_backwards_fill_the_pipeline_faster(schedule: str, stages: int, micro_batches: int) -> None:
+    """With transfers that take no time, a step is shorter by what each stage but one no longer waits for."""
+
+    def step_us(split: bool) -> float:
+        programs = []
+        for stage in range(stages):
+            events = record_of(stage, stages, schedule, micro_batches, split=split).events
+            programs.append([priced(event) for event in events if not isinstance(event, Call)])
+        return simulate_programs(programs).makespan_us
+
+    def priced(event: Any) -> Step:
+        if isinstance(event, Mark):
+            halves = {"F": 100.0, "B": 120.0, "W": 80.0}
+            return Work(halves[event.name[0]], event.name)
+        return replace(timed(event), time_us=0.0) if isinstance(event, Start) else timed(event)
+
+    apart = 80.0 * (micro_batches + stages - 1)  # a backward that is not split has no mark for its second half
+    assert step_us(split=True) == pytest.approx(step_us(split=False) + apart - 80.0 * (stages - 1))
 
 
 def timed(event: Any) -> Step:
