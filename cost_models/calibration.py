@@ -24,7 +24,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoplan.cost_models.calibration_fits import efficiency_table, fit_extra, fit_launch, rate_table, rounded
+from autoplan.cost_models.calibration_fits import (
+    efficiency_table,
+    fit_extra,
+    fit_launch,
+    less_extra,
+    rate_table,
+    rounded,
+)
 from autoplan.cost_models.calibration_records import CollectiveTime, Constant, OpTime, Record
 from autoplan.cost_models.cluster import Cluster
 from autoplan.cost_models.collective import collective_time_us
@@ -109,7 +116,7 @@ def _with_matmuls(device: Device, ops: Sequence[OpTime]) -> Device:
         writes.pop(precision, None)
         if per_byte_us > 0:
             writes[precision] = rounded(1e-3 / per_byte_us)
-        times = [time_us - per_byte_us * size for time_us, size in zip(times, made, strict=True)]
+        times = less_extra(times, made, per_byte_us)
         reached, tables[precision] = efficiency_table(sizes, times, device.kernel_launch_us, known)
         peaks[precision] = peaks[precision] if reached == known else rounded(reached * 1e-6)
     return replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 
@@ -32,25 +33,31 @@ def fit_launch(sizes: Sequence[float], times_us: Sequence[float]) -> float:
     return max(0.0, min(t1, t2, t1 - (t2 - t1) / (s2 - s1) * s1))
 
 
-EXTRAS = 24  # costs of a byte that are tried
+EXTRAS = 200  # costs of a byte that are tried
+LEAST_REST = 0.5  # of a time, that an extra cost leaves: small results cost less for each byte than large ones
 
 
 def fit_extra(sizes: Sequence[float], times_us: Sequence[float], amounts: Sequence[float], launch_us: float) -> float:
     """Microseconds for each unit of a second amount, such that what is left of the times follows ``fit_rates`` best.
 
-    Tried in equal steps up to where nothing would be left of some time; 0 where no cost helps.
+    Tried in equal steps up to where nothing would be left of half of the times; 0 where no cost helps.
     """
     limits = [(t - launch_us) / a for t, a in zip(times_us, amounts, strict=True) if a > 0 and t > launch_us]
     if not limits:
         return 0.0
 
     def error(extra_us: float) -> float:
-        rest = [t - extra_us * a for t, a in zip(times_us, amounts, strict=True)]
+        rest = less_extra(times_us, amounts, extra_us)
         table = RateTable(steps=fit_rates(sizes, rest, launch_us))
         fitted = [inflate(size, table) + launch_us + extra_us * a for size, a in zip(sizes, amounts, strict=True)]
         return float(np.sum(np.abs(np.log(np.asarray(fitted) / np.asarray(times_us)))))
 
-    return min((min(limits) * step / EXTRAS for step in range(EXTRAS)), key=error)
+    return min((median(limits) * step / EXTRAS for step in range(EXTRAS)), key=error)
+
+
+def less_extra(times_us: Sequence[float], amounts: Sequence[float], extra_us: float) -> list[float]:
+    """What is left of each time without the cost of its amount."""
+    return [max(t - extra_us * a, LEAST_REST * t) for t, a in zip(times_us, amounts, strict=True)]
 
 
 def fit_rates(sizes: Sequence[float], times_us: Sequence[float], launch_us: float) -> tuple[tuple[float, float], ...]:

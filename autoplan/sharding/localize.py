@@ -229,6 +229,12 @@ def _lower_mean_of_losses(c: _Context) -> LocalCall:
     return LocalCall(LOWERINGS["mean_of_losses"], tuple(tensors), {"call": c.node.target, "keywords": keywords})
 
 
+def _lower_batch_norm(c: _Context) -> LocalCall:
+    tensors = tuple(c.arg(name) for name in ("input", "weight", "bias", "running_mean", "running_var"))
+    kwargs = {"momentum": c.arg("momentum"), "eps": c.arg("eps"), "statistics": c.node.meta["specs"][1].dtype}
+    return LocalCall(LOWERINGS["batch_norm"], tensors, kwargs)
+
+
 def _lower_experts(c: _Context) -> LocalCall:
     groups = evaluate(Call(c.node).shape("offs")[0], c.sizes)
     placement = c.operand("b")[0] if c.operand("b")[0].kind == "S" else c.choice.results[0]
@@ -250,6 +256,10 @@ _LOWERED: dict[str, Callable[[_Context], LocalCall]] = {
     "nll_loss_classes": _lower_classes("nll_loss_classes", "self", "self", "target", "weight", **_LOSS),
     "nll_loss_backward_classes": _lower_classes(
         "nll_loss_backward_classes", "self", "grad_output", "self", "target", "weight", "total_weight", **_LOSS
+    ),
+    "batch_norm": _lower_batch_norm,
+    "batch_norm_backward": _lower(
+        "batch_norm_backward", "grad_out", "input", "weight", "save_mean", "save_invstd", output_mask="output_mask"
     ),
     "causal_attention": _lower_causal("causal_attention", "q", "k", "v", "mask"),
     "causal_attention_backward": _lower_causal(

@@ -174,6 +174,69 @@ def nll_loss_backward_classes(
     return torch.zeros_like(logp).scatter(1, local.unsqueeze(1), rows.unsqueeze(1))
 
 
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    momentum: float,
+    eps: float,
+    statistics: torch.dtype,
+    rank: int,
+    degree: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows sharded: mean and deviation of all ranks' rows. The deviations are summed from the mean of all, so nothing
+    cancels."""
+    dims, shape, count = _of_channels(x, degree)
+    wide = x.to(_wide(x.dtype))
+    mean = all_reduce(wide.sum(dims), "sum", group_name) / count
+    centred = wide - mean.view(shape)
+    variance = all_reduce(centred.square().sum(dims), "sum", group_name) / count
+    inverse = torch.rsqrt(variance + eps)
+    out = centred * inverse.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    unbiased = variance * (count / (count - 1))
+    return (
+        out.to(x.dtype),
+        mean.to(statistics),
+        inverse.to(statistics),
+        (running_mean * (1 - momentum) + momentum * mean).to(running_mean.dtype),
+        (running_var * (1 - momentum) + momentum * unbiased).to(running_var.dtype),
+    )
+
+
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    *,
+    output_mask: list[bool],
+    rank: int,
+    degree: int,
+    group_name: str,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of weight and bias are this rank's terms; those of the input need the sums of all ranks."""
+    dims, shape, count = _of_channels(x, degree)
+    wide = grad.to(_wide(grad.dtype))
+    normal = (x.to(wide.dtype) - mean.view(shape)) * inverse.view(shape)
+    terms = torch.stack([(wide * normal).sum(dims), wide.sum(dims)])
+    wanted = grad.dtype if weight is None else weight.dtype
+    gradient = None
+    if output_mask[0]:
+        along, plain = (all_reduce(terms, "sum", group_name) / count).unbind()
+        scale = inverse if weight is None else inverse * weight
+        gradient = ((wide - plain.view(shape) - normal * along.view(shape)) * scale.view(shape)).to(grad.dtype)
+    return gradient, terms[0].to(wanted) if output_mask[1] else None, terms[1].to(wanted) if output_mask[2] else None
+
+
 def causal_attention(
     q: Tensor,
     k: Tensor,
@@ -260,6 +323,8 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
         nll_loss_rows,
         nll_loss_classes,
         nll_loss_backward_classes,
+        batch_norm,
+        batch_norm_backward,
         causal_attention,
         causal_attention_backward,
         experts,
@@ -269,6 +334,9 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 
 # How many all-reduces of one number per row (of the result, without the dim worked on) a lowering does.
 _ROW_REDUCTIONS = {"softmax": 2, "safe_softmax": 2, "log_softmax": 2, "softmax_backward": 1, "log_softmax_backward": 1}
+
+# All-reduces of a lowering, and how many numbers for each channel one of them sums.
+_CHANNEL_SUMS = {"batch_norm": (2, 1), "batch_norm_backward": (1, 2)}
 
 
 def internal_collectives(name: str, node: fx.Node, sizes: Sizes) -> tuple[InternalCollective, ...]:
@@ -280,10 +348,25 @@ def internal_collectives(name: str, node: fx.Node, sizes: Sizes) -> tuple[Intern
         rows = evaluate(spec.numel, sizes) // max(evaluate(spec.shape[dim], sizes), 1)
         size = rows * max(spec.dtype.itemsize, 4)  # sums are kept in float32 at least
         return (InternalCollective(kind="all_reduce", size_bytes=size),) * _ROW_REDUCTIONS[name]
+    if name in _CHANNEL_SUMS:
+        (calls, sums), backward = _CHANNEL_SUMS[name], name.endswith("backward")
+        picture = node.args[1 if backward else 0]
+        assert isinstance(picture, fx.Node)
+        seen = picture.meta["specs"][0]
+        size = evaluate(seen.shape[1], sizes) * max(seen.dtype.itemsize, 4)
+        if backward and not node.args[-1][0]:  # type: ignore[index]  # no gradient of the input is wanted
+            return ()
+        return (InternalCollective(kind="all_reduce", size_bytes=sums * size),) * calls
     weighted = len(node.args) > 2 and node.args[2] is not None
     if name == "nll_loss_rows" or (name == "nll_loss_classes" and weighted):
         return (InternalCollective(kind="all_reduce", size_bytes=spec.dtype.itemsize),)
     return ()
+
+
+def _of_channels(x: Tensor, degree: int) -> tuple[list[int], list[int], int]:
+    """Of (n, c, …): the dims beside the channels, a shape that lays channels along them, numbers in a channel."""
+    dims = [0, *range(2, x.dim())]
+    return dims, [1, -1] + [1] * (x.dim() - 2), x.numel() // x.shape[1] * degree
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -583,9 +583,9 @@ def adaptive_pool_backward(d: Dim) -> fx.Node:
     return single(aten._adaptive_avg_pool2d_backward.default, T(n, c, 1, 1), T(n, c, 4, 4))
 
 
-@case("c")
+@case("n", "c")
 def batch_norm_training(d: Dim) -> fx.Node:
-    n, c = d() + 1, d()
+    n, c = d(), d()
     args = (T(n, c, 3, 2), T(c), T(c), T(c), T(c), True, 0.1, 1e-5)
     return single(aten._native_batch_norm_legit_functional.default, *args)
 
@@ -597,10 +597,17 @@ def batch_norm_in_use(d: Dim) -> fx.Node:
     return single(aten._native_batch_norm_legit_no_training.default, *args)
 
 
-@case("c")
+@case("n", "c")
 def batch_norm_backward(d: Dim) -> fx.Node:
-    n, c = d() + 1, d()
+    n, c = d(), d()
     args = (T(n, c, 3, 2), T(n, c, 3, 2), T(c), T(c), T(c), T(c), T(c), True, 1e-5, [True, True, True])
+    return single(aten.native_batch_norm_backward.default, *args)
+
+
+@case("n", "c")
+def batch_norm_backward_frozen(d: Dim) -> fx.Node:
+    n, c = d(), d()
+    args = (T(n, c, 3), T(n, c, 3), None, None, None, T(c), T(c), True, 1e-5, [True, False, False])
     return single(aten.native_batch_norm_backward.default, *args)
 
 

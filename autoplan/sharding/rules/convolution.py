@@ -49,16 +49,18 @@ def pooling(call: Call) -> Rule | None:
 @rule("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
       "aten.native_batch_norm.default")  # fmt: skip
 def batch_norm(call: Call) -> Rule:
-    """Channels are independent; rows only where running statistics are used."""
+    """Channels are independent; so are rows where running statistics are used. In training they share their mean and
+    deviation, which are summed over ranks inside the op."""
     training = call.arg("training", False)
     whole = _picture("x", call.shape("input"))
     channel: Dims = (("c",),)
     names = ("weight", "bias", "running_mean", "running_var")
     rest: list[Dims] = [channel if shape and shape != (0,) else numbered("e", shape) for shape in call.results()[1:]]
-    fixed = [letter for dim in whole[2:] for letter in dim] + (["n"] if training else [])
-    replicated = {"n": range(1, 5)}  # in use they are copies of the running statistics
+    fixed = [letter for dim in whole[2:] for letter in dim]
+    replicated = {"n": range(1, 5)}  # of all rows; in use they are copies of the running statistics
     operands = {"input": whole} | dict.fromkeys(names, channel)
-    return call.rule(operands, [whole, *rest], fixed=fixed, replicated=replicated)
+    lowered = {"n": "batch_norm"} if training else {}
+    return call.rule(operands, [whole, *rest], fixed=fixed, replicated=replicated, lowered=lowered)
 
 
 @rule("aten.native_batch_norm_backward.default")
@@ -71,8 +73,9 @@ def batch_norm_backward(call: Call) -> Rule:
         if name in names:
             shape = node.meta["specs"][0].shape
             operands[name] = channel if shape != (0,) else numbered("e", shape)
-    fixed = [letter for dim in whole[2:] for letter in dim] + (["n"] if call.arg("train") else [])
-    return call.rule(operands, [whole, channel, channel], fixed=fixed, linear=[("grad_out",)])
+    fixed = [letter for dim in whole[2:] for letter in dim]
+    lowered = {"n": "batch_norm_backward"} if call.arg("train") else {}
+    return call.rule(operands, [whole, channel, channel], fixed=fixed, linear=[("grad_out",)], lowered=lowered)
 
 
 @rule("aten.native_group_norm.default")
