@@ -112,12 +112,7 @@ def delivering(module: fx.GraphModule, leaving: int) -> DeliveringGraph:
             if not unmade:
                 send()
         waiting.extend((place, node) for place in places.get(node, ()))
-    run = _function(graph, module)
-
-    def call(arguments: list[Tensor], sink: Sink, leave: Leave) -> None:
-        run(arguments, sink, leave)
-
-    return call
+    return _function(graph, module)
 
 
 _FILES = count()

@@ -184,7 +184,7 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
     return found
 
 
-def size_bytes(value: Any) -> int:
+def bytes_of(value: Any) -> int:
     """Of all the tensors in it."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(value))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import autoplan.rewrite.program  # noqa: F401  # registers autoplan::attention, which its graphs hold
-from autoplan.runtime.measure_bench import Bench, Call, cold_sets, repeated, size_bytes
+from autoplan.runtime.measure_bench import Bench, Call, bytes_of, cold_sets, repeated
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def measure_matmuls(bench: Bench, precisions: Sequence[str], seconds: float) -> 
                 bench.add(
                     record="op", op=str(call.function).split(".")[1], kind="matmul", precision=precision,
                     flops=2 * left.numel() * right.shape[-1],
-                    bytes_moved=size_bytes(args) + made, result_bytes=made, launches=1,
+                    bytes_moved=bytes_of(args) + made, result_bytes=made, launches=1,
                     value=bench.kept_us(call, made),
                 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _product(
     shape: Callable[[Make, float], tuple[Any, tuple[Tensor, ...]]], make: Make, flops: float, device: torch.device
 ) -> Call:
     function, args = shape(make, flops)
-    sets = cold_sets(device, size_bytes(args))
+    sets = cold_sets(device, bytes_of(args))
     return Call(function=function, sets=[args, *(shape(make, flops)[1] for _ in range(sets - 1))])
 
 
@@ -130,10 +130,10 @@ def measure_attention(bench: Bench, dtype: torch.dtype, precision: str, seconds:
         pairs = length * (length + 1) // 2 if causal else length**2  # of a query and a key that are multiplied
         multiply_adds = rows * ATTENTION_HEADS * pairs * head_dim
         for call, sets, products in ((forward, forwards, 2), (backward, backwards, 5)):
-            made = size_bytes(call(*sets[0]))
+            made = bytes_of(call(*sets[0]))
             value = bench.kept_us(Call(function=call, sets=sets), made)
             name = "::".join(str(call).split(".")[:2]) + ("_causal" if causal else "")
             bench.add(
                 record="op", op=name, kind="matmul", precision=precision, flops=2 * products * multiply_adds,
-                bytes_moved=size_bytes(sets[0]) + made, launches=1, value=value,
+                bytes_moved=bytes_of(sets[0]) + made, launches=1, value=value,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoplan.runtime.measure_bench import Bench, Call, cold_sets, in_turn, repeated, size_bytes, tensors_of
+from autoplan.runtime.measure_bench import Bench, Call, bytes_of, cold_sets, in_turn, repeated, tensors_of
 
 aten = torch.ops.aten
 
@@ -202,22 +202,20 @@ class Case:
     call: Call
 
 
-def cases(
-    sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, once: bool = False
-) -> Iterator[Case]:
-    """Every op at every size, one size after another, so that only operands of one size are held.
+def cases(size: tuple[int, int], dtype: torch.dtype, device: torch.device, *, once: bool = False) -> Iterator[Case]:
+    """Every op at one size of activation, rows and width.
 
     ``once``: with the first of its operands only, as a launch costs the same with any.
     """
-    for rows, width in sizes:
-        count = cold_sets(device, TYPICAL_OPERANDS * rows * width * dtype.itemsize)
-        tensors = tuple(Tensors(rows, width, dtype, device) for _ in range(count))
-        seen: set[str] = set()
-        for name, arguments in OPS:
-            made = case(name, arguments, tensors)
-            if not once or made.op not in seen:
-                yield made
-            seen.add(made.op)
+    rows, width = size
+    count = cold_sets(device, TYPICAL_OPERANDS * rows * width * dtype.itemsize)
+    tensors = tuple(Tensors(rows, width, dtype, device) for _ in range(count))
+    seen: set[str] = set()
+    for name, arguments in OPS:
+        made = case(name, arguments, tensors)
+        if not once or made.op not in seen:
+            yield made
+        seen.add(made.op)
 
 
 def case(name: str, arguments: Arguments, tensors: Sequence[Tensors]) -> Case:
@@ -230,8 +228,8 @@ def case(name: str, arguments: Arguments, tensors: Sequence[Tensors]) -> Case:
 
 def moved_bytes(op: str, args: Sequence[Any], results: Any) -> int:
     """Bytes that a call reads and writes."""
-    operands = [size_bytes(tensor) for tensor in tensors_of(args)]
-    made = [size_bytes(tensor) for tensor in tensors_of(results)]
+    operands = [bytes_of(tensor) for tensor in tensors_of(args)]
+    made = [bytes_of(tensor) for tensor in tensors_of(results)]
     if op in _LOOKUPS:
         operands[0] = made[0]
     elif op in _PUTS:
@@ -259,7 +257,7 @@ def measure_ops(bench: Bench, dtype: torch.dtype, precision: str, seconds: float
     once = len({name.partition(".")[0] for name, _ in OPS})
     bench.phase("operators", once + len(OPS) * (len(sizes) - 1), seconds)
     for size in sizes:
-        for each in cases([size], dtype, bench.device, once=size == sizes[0]):
+        for each in cases(size, dtype, bench.device, once=size == sizes[0]):
             time_op(bench, each, precision)
 
 
@@ -272,7 +270,7 @@ def measure_mixed(bench: Bench, dtype: torch.dtype, seconds: float) -> None:
     if bench.device.type != "cpu":
         return
     bench.phase("launches in turn", 3 * MIXED_ROUNDS, seconds)
-    calls = [each.call for each in cases([MIXED_SIZE], dtype, bench.device) if _runs(each.call)]
+    calls = [each.call for each in cases(MIXED_SIZE, dtype, bench.device) if _result(each.call) is not None]
     views = [
         Call(function=aten.unsqueeze.default, sets=[(tensors_of(operands)[0], 0) for operands in call.sets])
         for call in calls
@@ -289,22 +287,21 @@ def measure_mixed(bench: Bench, dtype: torch.dtype, seconds: float) -> None:
     bench.add(record="constant", name="view_launch_us", value=max(view_us, 0.0))
 
 
-def _runs(call: Call) -> bool:
-    """Whether the device has a kernel for it: CPUs have no backward of a fused RMS norm."""
+def _result(call: Call) -> Any | None:
+    """None where the device has no kernel for it: CPUs have no backward of a fused RMS norm."""
     try:
-        call.function(*call.sets[0], **call.kwargs)
+        return call.function(*call.sets[0], **call.kwargs)
     except NotImplementedError:
-        return False
-    return True
+        return None
 
 
 def time_op(bench: Bench, case: Case, precision: str) -> None:
     """Add the row of a case, unless the device has no kernel for it."""
     call = case.call
-    if not _runs(call):
+    result = _result(call)
+    if result is None:
         return
-    result = call.function(*call.sets[0], **call.kwargs)
-    moved, made = moved_bytes(case.op, (*call.sets[0], *call.kwargs.values()), result), size_bytes(result)
+    moved, made = moved_bytes(case.op, (*call.sets[0], *call.kwargs.values()), result), bytes_of(result)
     del result
     bench.add(
         record="op", op=case.op, kind="memory", precision=precision, flops=0, bytes_moved=moved, launches=1,

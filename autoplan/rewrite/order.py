@@ -3,7 +3,7 @@
 The gradient of what arrived needs no gradient of a parameter. Where the plan says so (``split_backward``), all that it
 needs runs first, and the rest, mostly the products that parameters' gradients are, when it is on its way: the "B" and
 "W" of zero-bubble pipelines (Qi et al. 2023), one after the other. A pipeline fills and drains faster by the "W" of
-each stage but the last; the values that both halves read live longer.
+each stage but the first; the values that both halves read live longer.
 
 Either half keeps the order it had, so the layers of each are consecutive, and collectives keep theirs on every rank.
 """

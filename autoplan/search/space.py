@@ -30,7 +30,7 @@ class Pins:
     schedule: Schedule | None = None
     zero: int | None = None
     recompute: Recompute | None = None
-    fused_matmul: bool | None = None  # a decision of the caller's alone: prices do not know the ring yet
+    fused_matmul: bool | None = None  # the caller's decision or the replay's: sums do not know the ring
 
     def __post_init__(self) -> None:
         for name in ("pipe", "data", "tensor", "micro_batch"):

@@ -8,6 +8,8 @@ its cgroup says, of a rank that trains a small model.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from benchmarks.compare.cases import RESERVED_MODEL
 from benchmarks.compare.memory import live_storages
 from benchmarks.compare.reference import reference_us
 from benchmarks.compare.worker import Group
-from benchmarks.testbed import Seat, Testbed
+from benchmarks.testbed import RankOutcome, Seat, Testbed
 
 TIMES = 4.0  # of the budget, that it may take on a busy machine
 SET_UP_S = 120.0
@@ -39,10 +41,7 @@ def calibrated(bed: Testbed, budget_s: float) -> tuple[Calibration, tuple[float,
     """
     before_us = reference_of(bed)
     outcomes = bed.fork(measure_here, (bed.spec.cluster.devices_per_node, budget_s), SET_UP_S + TIMES * budget_s)
-    for outcome in outcomes:
-        if outcome.status not in ("ok", "stopped"):
-            raise RankError(f"calibration ended on rank {outcome.rank}, {outcome.status}: {outcome.error}")
-    rows = [row for row in outcomes[0].value if row.get("name") != "reserved_bytes"]
+    rows = [row for row in _values(outcomes, "the calibration")[0] if row.get("name") != "reserved_bytes"]
     reserved = reserved_bytes(bed)
     if reserved is not None:
         rows.append({"record": "constant", "name": "reserved_bytes", "value": reserved})
@@ -75,10 +74,7 @@ def reserved_bytes(bed: Testbed) -> int | None:
             return None if charged is None else charged - tensors
 
     outcomes = bed.fork(train, None, SET_UP_S)
-    for outcome in outcomes:
-        if outcome.status not in ("ok", "stopped"):
-            raise RankError(f"the small model did not train on rank {outcome.rank}, {outcome.status}: {outcome.error}")
-    charged = [outcome.value for outcome in outcomes]
+    charged = _values(outcomes, "training of the small model")
     return None if None in charged else max(charged)
 
 
@@ -88,11 +84,15 @@ def reference_of(bed: Testbed) -> float:
 
     Raises RankError where a rank fails.
     """
-    outcomes = bed.fork(reference_here, None, SET_UP_S)
+    return float(_values(bed.fork(reference_here, None, SET_UP_S), "the reference load")[0])
+
+
+def _values(outcomes: Sequence[RankOutcome], what: str) -> list[Any]:
+    """What each rank returned. Raises RankError for the first that failed."""
     for outcome in outcomes:
         if outcome.status not in ("ok", "stopped"):
-            raise RankError(f"the reference load ended on rank {outcome.rank}, {outcome.status}: {outcome.error}")
-    return float(outcomes[0].value)
+            raise RankError(f"{what} ended on rank {outcome.rank}, {outcome.status}: {outcome.error}")
+    return [outcome.value for outcome in outcomes]
 
 
 def reference_here(seat: Seat, _: None) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from autoplan.capture import capture
+from autoplan.capture import Sizes, capture
 from autoplan.capture.random import KEY, CountedRandom, random_key
 from autoplan.plans import Degrees
 from autoplan.rewrite.interpret import interpret
-from tests.rewrite.models import SEQ, batches_for, make_plan, programs_of
+from autoplan.sharding.placement import Placement
+from autoplan.sharding.rule import Choice
+from tests.rewrite.models import SEQ, Chooser, batches_for, make_plan, programs_of
 
 
 class Net(nn.Module):
@@ -64,5 +68,38 @@ def test_new_values_of_buffers_are_returned(pipe: int) -> None:
     model(**{i.path: r for i, r in zip(graph.inputs, rows[0], strict=True)})
     # the last one depends on itself alone, and no layer makes it
     assert found.buffers.keys() == {f"middle.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
+    for name, value in found.buffers.items():
+        torch.testing.assert_close(value, model.get_buffer(name))
+
+
+class _ByRows(Chooser):
+    """Batch norms have their rows spread over the ranks; anything goes for the rest."""
+
+    taken = 0
+
+    def choose(self, node: fx.Node, placed: Mapping[str, tuple[Placement, ...]]) -> Choice:
+        if "batch_norm" not in str(node.target):
+            return super().choose(node, placed)
+        self.taken += 1
+        return next(c for c in self.refinement.choices(node, self.sizes, self.degree) if c.name.startswith("n"))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_batch_norm_over_the_rows_of_several_ranks_is_that_of_all_rows(tensor: int, affine: bool) -> None:
+    model = Net(nn.Sequential(nn.BatchNorm1d(16, affine=affine), nn.Linear(16, 16), nn.BatchNorm1d(16))).double()
+    graph = capture(model, batch(4))
+    chooser = _ByRows(graph, Sizes(batch=4, seq=SEQ), tensor, "greedy")
+    plan = make_plan(graph, Degrees(tensor=tensor), chooser.strategies(), rows=4)
+    assert chooser.taken == 4  # two forward, two backward
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    rows = batches_for(graph, plan)
+    found = interpret(programs_of(graph, plan), plan.degrees, params, rows, buffers)
+    loss = model(**{i.path: r for i, r in zip(graph.inputs, rows[0], strict=True)})
+    loss.backward()
+    torch.testing.assert_close(found.losses[0], loss.detach())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(found.gradients[name], param.grad)
     for name, value in found.buffers.items():
         torch.testing.assert_close(value, model.get_buffer(name))

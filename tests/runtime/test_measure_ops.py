@@ -58,9 +58,9 @@ def test_every_op_runs_and_moves_the_bytes_that_planning_counts(place: int) -> N
     assert moved_bytes(each.op, args, result) == sum(price.operand_bytes) + sum(price.result_bytes)
 
 
-def test_cases_hold_every_op_at_every_size_or_each_name_once() -> None:
-    assert len(list(cases(((2, 64), (8, 64)), torch.float32, CPU))) == 2 * len(OPS)
-    once = [each.op for each in cases(((2, 64),), torch.float32, CPU, once=True)]
+def test_cases_hold_every_op_or_each_name_once() -> None:
+    assert len(list(cases((8, 64), torch.float32, CPU))) == len(OPS)
+    once = [each.op for each in cases((2, 64), torch.float32, CPU, once=True)]
     assert len(once) == len(set(once)) == len({name.partition(".")[0] for name, _ in OPS})
 
 
