@@ -62,9 +62,8 @@ def refine(
     for index, alternative in enumerate(afforded):
         if progress is not None:
             progress("replaying the best plans", index, len(afforded))
-        # A split backward is no slower, so the plan as it is matters where that doesn't fit. A plan by hand stays one.
-        split = [] if _unnamed(alternative.plan) in by_hand else list(_split(alternative))
-        for form in (*split, alternative):
+        # A split backward is no slower: the plan as it is matters where that doesn't fit, or where a hand plan is it.
+        for form in _forms(alternative):
             try:
                 found = replay(graph, form.plan, cluster, optimizer=optimizer, clip_norm=clip_norm)
             except LegalityError as error:
@@ -74,18 +73,19 @@ def refine(
                 step_us=found.step_us, tensor_bytes=found.tensor_bytes, reserved_bytes=found.reserved_bytes
             )
             estimate = structs.replace(form.estimate, replayed=figures, fits=found.fits)
-            seen[_unnamed(alternative.plan)] = structs.replace(form, estimate=estimate)
-            if found.fits:
+            seen[_unnamed(form.plan)] = structs.replace(form, estimate=estimate)
+            if found.fits and _unnamed(alternative.plan) not in by_hand:
                 break
     if not seen:
         return structs.replace(document, notes=(*document.notes, *refused))
 
-    def replayed(alternative: Alternative) -> Alternative:
-        """In the form that was replayed, under its own name."""
-        found = seen.get(_unnamed(alternative.plan), alternative)
-        return structs.replace(found, plan=structs.replace(found.plan, name=alternative.plan.name))
+    def replayed(alternative: Alternative, forms: Sequence[Alternative]) -> Alternative:
+        """The best of its ``forms`` that was replayed, under its own name."""
+        found = [seen[_unnamed(form.plan)] for form in forms if _unnamed(form.plan) in seen]
+        best = min(found, key=_standing, default=alternative)
+        return structs.replace(best, plan=structs.replace(best.plan, name=alternative.plan.name))
 
-    searched = [replayed(a) for a in searched]
+    searched = [replayed(a, _forms(a)) for a in searched]
     searched += [a for a in seen.values() if a.plan.fused_matmul and a not in searched]
     fitting = [a for a in seen.values() if a.estimate.fits]
     best = min(fitting, key=lambda a: a.estimate.predicted_us) if fitting else searched[0]
@@ -94,7 +94,7 @@ def refine(
         document,
         plan=structs.replace(best.plan, name=document.plan.name),
         estimate=structs.replace(best.estimate, proof=_proof(document.estimate.proof, best.estimate)),
-        hand_plans=tuple(map(replayed, document.hand_plans)),
+        hand_plans=tuple(replayed(a, [a]) for a in document.hand_plans),  # a plan by hand stays as it is
         runners_up=tuple(
             structs.replace(a, plan=structs.replace(a.plan, name=f"runner-up {n}")) for n, a in enumerate(others, 1)
         ),
@@ -120,11 +120,12 @@ def _with_rings(alternative: Alternative) -> Iterator[Alternative]:
         yield structs.replace(alternative, plan=structs.replace(plan, fused_matmul=True))
 
 
-def _split(alternative: Alternative) -> Iterator[Alternative]:
-    """The same pipeline with a split backward, which sums over layers don't know either."""
+def _forms(alternative: Alternative) -> list[Alternative]:
+    """A pipeline also with a split backward, which sums over layers don't know either, and that first."""
     plan = alternative.plan
-    if plan.degrees.pipe > 1 and not plan.split_backward:
-        yield structs.replace(alternative, plan=structs.replace(plan, split_backward=True))
+    if plan.degrees.pipe == 1 or plan.split_backward:
+        return [alternative]
+    return [structs.replace(alternative, plan=structs.replace(plan, split_backward=True)), alternative]
 
 
 def _by_turns(first: Sequence[Alternative], second: Sequence[Alternative]) -> Iterator[Alternative]:

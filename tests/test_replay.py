@@ -15,7 +15,7 @@ from autoplan import api
 from autoplan.capture import Graph, capture
 from autoplan.capture.graph import Sizes
 from autoplan.cost_models.cluster import Cluster
-from autoplan.plans import Degrees, Plan, PlanDocument
+from autoplan.plans import Alternative, Degrees, Plan, PlanDocument
 from autoplan.refine import affordable, refine
 from autoplan.replay import Replay, replay
 from autoplan.search.fixed import fixed_plan
@@ -182,3 +182,16 @@ def test_a_pipeline_that_is_chosen_splits_its_backward() -> None:
     assert settled.estimate.replayed is not None
     plain = replay(graph, structs.replace(settled.plan, split_backward=False), CLUSTER)
     assert settled.estimate.replayed.step_us < plain.step_us
+
+
+def test_a_searched_pipeline_splits_though_people_make_the_same_by_hand() -> None:
+    """The hand plan keeps its plain form and its figures; the search's plan of the same decisions takes the split."""
+    graph, _ = captured()
+    document = planned(Pins(pipe=2, data=1, micro_batch=1))
+    same = Alternative(plan=structs.replace(document.plan, name="by hand"), estimate=document.estimate)
+    settled = refine(graph, structs.replace(document, hand_plans=(same,), runners_up=()), CLUSTER)
+    (hand,) = settled.hand_plans
+    assert settled.plan.split_backward
+    assert not hand.plan.split_backward
+    assert hand.estimate.replayed is not None
+    assert settled.estimate.predicted_us < hand.estimate.predicted_us
